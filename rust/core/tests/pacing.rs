@@ -652,7 +652,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few.
-    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 6), (0.85, 3, 17)] {
+    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 2), (0.7, 0, 6), (0.85, 3, 18)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         let (most_long, most_ordinary) = if is_full { (most_long, most_ordinary) } else { (0, 0) };
@@ -681,7 +681,7 @@ fn a_small_cache_is_no_reason_to_preempt() {
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
     assert!(10 * late.ordinary_late <= late.num_ordinary, "{late:?}");
-    assert!(late.long_late <= late.num_long / 200, "{late:?}");
+    assert!(late.long_late <= late.num_long / 300, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.
@@ -774,6 +774,18 @@ fn loads_that_are_meant_to_break_it() {
             assert!(!has_long_gap, "{name} on {}", device.name);
         }
     }
+}
+
+/// Who comes at once with others of the same prefix beside a long prompt finds it computed by one.
+#[test]
+fn a_shared_prefix_is_computed_once() {
+    let child = Arrival { prefix: 2_000, ..Arrival::new(5.0, 100, 8) };
+    let arrivals = [every(1.0, 1, 60_000), vec![child; 8]].concat();
+    let pair = Pair::new(Case::new("children", MOE, 16, arrivals));
+    let num_tokens: u32 = pair.paced.steps.iter().map(|it| it.load.num_prompt_tokens).sum();
+    let is_let_in = pair.paced.steps.iter().any(|it| it.chosen.mode == Mode::Admission);
+    assert!(is_let_in, "this is about admissions");
+    assert!(num_tokens < 66_000, "{num_tokens} tokens of prompts were computed");
 }
 
 /// Work that nobody waits for any more moves no deadline.

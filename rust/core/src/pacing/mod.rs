@@ -30,7 +30,7 @@ mod report;
 mod step_times;
 mod virtual_server;
 
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 
 use self::ladder::Ladder;
 use self::report::Reporter;
@@ -78,7 +78,6 @@ pub enum Mode {
 
 #[derive(Clone, Debug, Default)]
 pub struct Chosen {
-    /// Why its knobs are as they are.
     pub mode: Mode,
     pub knobs: StepKnobs,
     /// The share of the time that deadlines ask for.
@@ -107,8 +106,8 @@ pub struct PacedStep {
 impl PacedStep {
     /// Whether it computes prompts, and is no step of decodes that lets some run along.
     pub fn has_prompts(&self) -> bool {
-        let is_alone = matches!(self.chosen.mode, Mode::Decode | Mode::Admission);
-        self.load.num_prompt_tokens > 0 && !is_alone
+        self.load.num_prompt_tokens > 0
+            && !matches!(self.chosen.mode, Mode::Decode | Mode::Admission)
     }
 }
 
@@ -358,7 +357,7 @@ impl Pacing {
         self.virtual_server = server;
         let is_ordinary = match prompt.promise {
             Some(before) => before.is_ordinary,
-            None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
+            None => self.is_within_stall(num_missing.into(), attention_of(prompt), 0),
         };
         let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
         if prompt.promise.is_none() {
@@ -379,10 +378,11 @@ impl Pacing {
         }
     }
 
-    /// Whether a step with so many tokens of prompts stays within the stall.
-    fn is_within_stall(&self, num_tokens: f64, attention: f64) -> bool {
+    /// Whether a step with so many tokens of prompts, beside others, stays within the stall.
+    fn is_within_stall(&self, num_tokens: f64, attention: f64, beside: u32) -> bool {
         let price = self.full_steps();
-        num_tokens <= price.room && price.step_s(num_tokens, attention) <= self.settings.max_stall_s
+        let step_s = price.step_s(num_tokens + f64::from(beside), attention);
+        num_tokens <= price.room && step_s <= self.settings.max_stall_s
     }
 
     /// When a prompt is to be through, at the speed that is known by now.
@@ -398,8 +398,8 @@ impl Pacing {
     fn within_bound(&self, time_s: impl Fn(usize) -> f64) -> usize {
         let first = self.first_size();
         let times = (first..=self.ladder.largest()).map(|size| (size, time_s(size)));
-        let mut fitting: Vec<(usize, f64)> = times.collect();
-        fitting.retain(|&(_, time_s)| self.ladder.fits(time_s, self.settings.max_stall_s));
+        let fits = |it: &(usize, f64)| self.ladder.fits(it.1, self.settings.max_stall_s);
+        let fitting: Vec<(usize, f64)> = times.filter(fits).collect();
         let speed = |&(size, time_s): &(usize, f64)| self.room(size) / time_s;
         let best = fitting.iter().map(speed).fold(0.0, f64::max);
         let good = fitting.iter().find(|it| speed(it) >= GOOD_ENOUGH * best);
@@ -451,8 +451,7 @@ impl Pacing {
         if self.is_left_to_vllm() {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
-        let time_left = |early| prompts.iter().map(|it| self.time_left_s(it, early)).collect();
-        let left_s: Vec<f64> = time_left(EARLY);
+        let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
         let order = self.order(&left_s);
         let sizes = 0..=self.ladder.largest();
         let chunks: Vec<_> = sizes.map(|size| self.chunk_in_order(&order, size)).collect();
@@ -471,10 +470,7 @@ impl Pacing {
         self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
         let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
         let is_in_hurry = is_blocked || order.iter().any(|&it| is_ordinary(&prompts[it]));
-        // Who arrives is not to wait for two chunks, unless a deadline is missed.
-        let has_run = owed.chunk_s > 0.0 && owed.since_s <= 0.0;
-        let is_late = || self.needed_shares(&order, &time_left(0.0), size, chunks[size]).1 > 1.0;
-        if !is_in_hurry && (owed_s > 0.0 || has_run && !is_late()) {
+        if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone() };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
@@ -488,8 +484,8 @@ impl Pacing {
         }
         // What is not known to stay outside counts.
         let (tokens, attention) = sum_of(prompts.iter());
-        let tokens = tokens + f64::from(self.demand.num_decode_tokens);
-        let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
+        let beside = self.demand.num_decode_tokens;
+        let fits = |part: f64| self.is_within_stall(tokens / part, attention / part, beside);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
 
@@ -523,11 +519,11 @@ impl Pacing {
         shortest_first(order, &work, &left_s)
     }
 
-    /// The time to a prompt's deadline, or to what is this part earlier.
-    fn time_left_s(&self, prompt: &Prompt, early: f64) -> f64 {
+    /// The time to a prompt's deadline.
+    fn time_left_s(&self, prompt: &Prompt) -> f64 {
         let Some(promise) = &prompt.promise else { return f64::INFINITY };
         let deadline = self.deadline(promise);
-        deadline - early * (deadline - promise.since) - self.start
+        deadline - EARLY * (deadline - promise.since) - self.start
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
@@ -605,21 +601,28 @@ impl Pacing {
         (self.chunk_time_s(size, attention / capacity), f64::from(of_long) / capacity)
     }
 
-    /// A step of decodes that lets ordinary prompts in, so that they go before a long one that runs.
-    /// Not twice in a row: where chunks are rounded nobody comes in with a token.
+    /// A step of decodes that lets ordinary prompts in, so that they go before a long one that runs. Of
+    /// those with the same next block one does: the others find it computed. Not twice in a row, for
+    /// some may not come in, and not with recurrent states: the first token would look like a decode.
     fn admission(&self, scheduler: &Scheduler, order: &[usize]) -> Option<Chosen> {
-        let takes_part = |it: &&Prompt| it.is_running || is_ordinary(it);
-        let parts = self.as_vllm_looks(order).filter(takes_part);
-        let num_tokens: u32 = parts.map(|it| it.num_missing.min(self.min_threshold)).sum();
+        let mut begun = BTreeSet::new();
+        let parts = self.as_vllm_looks(order).filter(|it| {
+            let position = it.num_computed / scheduler.config().hash_block_size;
+            let block = scheduler.request(it.index).block_hashes.get(position as usize);
+            let is_first = block.is_none_or(|it| begun.insert(it.0));
+            it.is_running || is_ordinary(it) && is_first
+        });
+        let parts: Vec<&Prompt> = parts.collect();
+        let num_tokens: u32 = parts.iter().map(|it| it.num_missing.min(self.min_threshold)).sum();
         let mut chosen = Chosen::unpaced(Mode::Admission, &self.base);
         let knobs = &mut chosen.knobs;
-        let most = &mut knobs.max_num_scheduled_tokens;
-        *most = (*most).min(self.demand.num_decode_tokens + num_tokens);
-        let may_be = self.chosen.mode != Mode::Admission && scheduler.can_be_reordered(*most);
+        let num_tokens = self.demand.num_decode_tokens + num_tokens;
+        knobs.max_num_scheduled_tokens = num_tokens.min(knobs.max_num_scheduled_tokens);
         knobs.long_prefill_token_threshold = self.threshold(self.min_threshold);
-        knobs.order = self.as_vllm_looks(order).map(|it| it.index).collect();
-        let waits = |it: &Prompt| is_ordinary(it) && !it.is_running;
-        (may_be && self.as_vllm_looks(order).any(waits)).then_some(chosen)
+        knobs.order = parts.iter().map(|it| it.index).collect();
+        let may_be = self.chosen.mode != Mode::Admission && scheduler.can_be_reordered(num_tokens);
+        let has_states = scheduler.config().groups.iter().any(|it| it.is_state());
+        (may_be && !has_states && parts.iter().any(|it| !it.is_running)).then_some(chosen)
     }
 
     /// A step of prompts in this order, of this size at most.
@@ -655,13 +658,10 @@ impl Pacing {
     /// all who run as they would in their order. vLLM looks at those who run first.
     fn level(&self, order: &[usize], capacity: u32) -> u32 {
         let of_waiting = |prompts: &mut dyn Iterator<Item = &Prompt>| {
-            let mut left = capacity;
-            let mut num_tokens = 0;
-            for prompt in prompts {
-                let part = prompt.num_missing.min(left);
-                left -= part;
-                num_tokens += if prompt.is_running { 0 } else { part };
-            }
+            let (_, num_tokens) = prompts.fold((capacity, 0), |(left, sum), it| {
+                let part = it.num_missing.min(left);
+                (left - part, sum + if it.is_running { 0 } else { part })
+            });
             num_tokens
         };
         let in_order = of_waiting(&mut order.iter().map(|&it| &self.demand.prompts[it]));
