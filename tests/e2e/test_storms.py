@@ -41,9 +41,9 @@ SEED = scale.size("SPARKSCHED_STORM_SEED", short=0, full=0, minimum=0)
 CONCURRENCY = 40
 NUM_BLOCKS_IN_PEACE = 2000
 NUM_BLOCKS = 90
+"""A third of what the running requests want."""
 FEWEST_BLOCKS = 70
 """A few more than the longest request needs."""
-"""A third of what the running requests want."""
 NUM_IMAGES = 12
 """The encoder's cache holds 7."""
 RESET_PAUSE_S = 0.1
