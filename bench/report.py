@@ -72,7 +72,8 @@ class Table:
     """Metrics, by what heads their columns."""
     sides: list[str] = field(default_factory=lambda: ["vllm", "sparksched"])
     layout: str = "pairs"
-    """`pairs`: a row a point, its cells say "A → B" of two sides; `sides`: a row a side."""
+    """`pairs`: a row a point, its cells say "A → B" of two sides; `sides`: a row a side of a point;
+    `joined`: a row a side, its cells say "A / B" of all points."""
     head: str = ""
     points: list[str] = field(default_factory=list)
     """The only ones, in this order; none: all."""
@@ -87,6 +88,10 @@ class Table:
     fewest_rounds: int = FEWEST_ROUNDS
     strip: str = ""
     """What points begin with that is not shown."""
+
+    def name_of(self, side: str) -> str:
+        """Return what a side is called."""
+        return {"vllm": "vLLM", **self.names}.get(side, side)
 
 
 def read(folder: Path) -> pd.DataFrame:
@@ -213,6 +218,9 @@ def _rows(
     models = table.models or list(dict.fromkeys(chosen["model"]))
     releases = sorted(set(chosen["vllm"]))
     points = table.points or list(dict.fromkeys(chosen["point"]))
+    if table.layout == "joined":
+        yield from _joined(table, chosen, points)
+        return
     pairs = table.layout == "pairs"
     has_one_point = chosen["point"].nunique() == chosen["model"].nunique() == len(releases) == 1
     for model, release, point in itertools.product(models, releases, points):
@@ -228,11 +236,24 @@ def _rows(
                 _cell(found, metric, sides, has_range=name in table.ranges)
                 for name, metric in table.columns.items()
             ]
-            side = {"vllm": "vLLM", **table.names}.get(sides[0], sides[0])
+            side = table.name_of(sides[0])
             head = label if pairs else side if has_one_point else f"{label}: {side}"
             keys = {tuple(key) for key in found[EXPERTS_KEY].to_numpy()}
             counts = [f"{experts[key]:.3g}" for key in sorted(keys & experts.keys(), reverse=True)]
             yield [head, *cells, *([" → ".join(counts) or MISSING] if experts else [])]
+
+
+def _joined(table: Table, chosen: pd.DataFrame, points: list[str]) -> Iterable[list[str]]:
+    for side in table.sides:
+        of_side = chosen[chosen["side"] == side]
+        if of_side.empty:
+            continue
+        of_points = [of_side[of_side["point"] == it] for it in points]
+        cells = [
+            " / ".join(_cell(it, metric, [side], has_range=False) for it in of_points)
+            for metric in table.columns.values()
+        ]
+        yield [table.name_of(side), *cells]
 
 
 def _cell(rows: pd.DataFrame, metric: str, sides: Sequence[str], *, has_range: bool) -> str:
