@@ -495,7 +495,8 @@ impl Pair {
 
     /// Who came too late of the ordinary prompts and of the long ones, and the worst of both.
     fn late(&self) -> Tally {
-        let mut late = Tally::default();
+        let num_preempted = [self.paced.num_preempted, self.stock.num_preempted];
+        let mut late = Tally { num_preempted, ..Tally::default() };
         for (ordinary, num, num_late) in [
             (true, &mut late.num_ordinary, &mut late.ordinary_late),
             (false, &mut late.num_long, &mut late.long_late),
@@ -555,6 +556,8 @@ struct Tally {
     num_long: usize,
     long_late: usize,
     worst_s: f64,
+    /// Paced, and as vLLM would have it.
+    num_preempted: [usize; 2],
 }
 
 fn poisson(
@@ -641,6 +644,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
             sum.num_long += late.num_long;
             sum.long_late += late.long_late;
             sum.worst_s = sum.worst_s.max(late.worst_s);
+            sum.num_preempted = [0, 1].map(|it| sum.num_preempted[it] + late.num_preempted[it]);
         }
     }
     sum
