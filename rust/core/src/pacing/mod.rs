@@ -192,8 +192,8 @@ const WORTHWHILE: f64 = 0.02;
 /// that long prompts need: whoever comes meanwhile would wait with vLLM, too.
 const FULL_STEPS: f64 = 4.0;
 
-/// While vLLM would be busy, decodes have no time alone if deadlines ask for this share: idle time is
-/// no more made up for once bursts come.
+/// While vLLM would be busy, decodes get no time alone if deadlines ask for this share of the time: it
+/// would be lacking when a burst comes.
 const RESTLESS: f64 = 0.5;
 
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
@@ -559,8 +559,7 @@ impl Pacing {
         let largest = self.ladder.largest();
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         let smaller = (self.first_size()..bounded).rev();
-        // While vLLM would be idle, a long chunk makes those late who come: it is for those who are
-        // there.
+        // While vLLM would be idle, a long chunk makes those late who come: it reserves nothing then.
         let enough = if self.busy_s() > 0.0 { 1.0 } else { 1.0 / self.to_come.left() };
         let is_better = |new: f64, old: f64, enough: f64| {
             new.max(enough) < (1.0 - WORTHWHILE) * old.max(enough)
