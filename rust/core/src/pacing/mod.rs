@@ -16,7 +16,8 @@
 //! those first who run, so an **admission** lets ordinary prompts in with a token each, like decodes.
 //!
 //! Who comes while vLLM would be **busy** would wait with it, too, so large chunks make nobody late
-//! then; who comes while it would be idle has no time. So what can be done is done before it is idle.
+//! then; who comes while it would be idle has no time. So where many ordinary prompts come, long ones
+//! are computed in full steps before it is idle.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
@@ -188,13 +189,9 @@ const GOOD_ENOUGH: f64 = 0.95;
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
 
-/// Chunks are full steps if vLLM would be busy for so many of them, divided by the square of the share
-/// that long prompts need: whoever comes meanwhile would wait with vLLM, too.
-const FULL_STEPS: f64 = 4.0;
-
-/// While vLLM would be busy, decodes get no time alone if deadlines ask for this share of the time: it
-/// would be lacking when a burst comes.
-const RESTLESS: f64 = 0.5;
+/// Chunks are full steps if the time of the ordinary prompts that are to come while vLLM would be busy,
+/// times the share that long ones need, is more than this part of one.
+const CROWDED: f64 = 0.5;
 
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
 const URGENT: f64 = 0.7;
@@ -215,6 +212,8 @@ impl ToCome {
     const LATELY_S: f64 = 10.0;
     const LATELY_OF_LONG_S: f64 = 30.0;
     const MOST: f64 = 0.8;
+    /// A single long prompt says little of what is to come.
+    const MOST_OF_ONE: f64 = 0.2;
 
     fn decay(&mut self, now: f64) {
         let since_s = (now - self.at).max(0.0);
@@ -227,7 +226,7 @@ impl ToCome {
         if is_ordinary {
             self.of_ordinary += work_s / Self::LATELY_S;
         } else {
-            self.of_long += work_s / Self::LATELY_OF_LONG_S;
+            self.of_long += (work_s / Self::LATELY_OF_LONG_S).min(Self::MOST_OF_ONE);
         }
     }
 
@@ -480,9 +479,7 @@ impl Pacing {
         let mut owed = self.owed;
         self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
         let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
-        let falls_behind = share > RESTLESS && self.busy_s() > 0.0;
-        let is_in_hurry =
-            is_blocked || falls_behind || order.iter().any(|&it| is_ordinary(&prompts[it]));
+        let is_in_hurry = is_blocked || order.iter().any(|&it| is_ordinary(&prompts[it]));
         if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone() };
         }
@@ -559,25 +556,21 @@ impl Pacing {
         let largest = self.ladder.largest();
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         let smaller = (self.first_size()..bounded).rev();
-        // While vLLM would be idle, a long chunk makes those late who come: it reserves nothing then.
-        let enough = if self.busy_s() > 0.0 { 1.0 } else { 1.0 / self.to_come.left() };
-        let is_better = |new: f64, old: f64, enough: f64| {
-            new.max(enough) < (1.0 - WORTHWHILE) * old.max(enough)
-        };
         for size in (bounded + 1..=largest).chain(smaller) {
-            if ordinary <= 1.0 && long <= enough {
+            if ordinary.max(long) <= 1.0 {
                 break;
             }
             let (of_ordinary, of_long) = needed(size);
-            let is_worse = is_better(ordinary, of_ordinary, 1.0);
+            let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
+            let is_worse = is_better(ordinary, of_ordinary);
             let is_affordable = size > bounded || (0.0 < of_long && of_long <= 1.0);
-            if is_affordable && is_better(of_ordinary, ordinary, 1.0)
-                || (!is_worse && is_better(of_long, long, enough))
+            if is_affordable && is_better(of_ordinary, ordinary)
+                || (!is_worse && is_better(of_long, long))
             {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        if long.powi(2) * self.busy_s() > FULL_STEPS * chunks[largest].0 {
+        if long * self.to_come.of_ordinary * self.busy_s() > CROWDED * chunks[largest].0 {
             best = largest;
         }
         (best, (ordinary, long), (best > bounded).then_some(reason))
@@ -822,7 +815,9 @@ impl Pacing {
         }
         self.chain.steps.push((num_prompt_tokens.into(), prompt_attention));
         self.chain.extra_s += step.time_s - decode_s;
-        let goes_on = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
+        // While warming up the host has nothing else to do.
+        let goes_on = step.chosen.mode != Mode::WarmUp
+            && self.in_flight.front().is_some_and(|next| next.step.has_prompts());
         if goes_on && self.chain.steps.len() < LONGEST_CHAIN {
             return;
         }
