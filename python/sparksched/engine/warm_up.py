@@ -8,6 +8,7 @@ The prompts are the same in each run, so that recordings can be compared.
 
 - Each size of the ladder runs five times: the first time is for the compiler, the others say what
   such a step takes. Times vary, so one would say little.
+- A long prompt tells what a token costs that attends to many. Else the first deadlines are wrong.
 - Short prompts may have any number of tokens. Up to the largest CUDA graph they are filled up to a
   graph's size, and nothing is compiled. Above that, the kernels that choose experts
   (`triton_kernels`) have the number of 32s of tokens as a constant: there is one for each. So one
@@ -49,6 +50,8 @@ _SETTLING_STEPS = 3
 """After the last stream was admitted: its prompt is computed, and it decodes."""
 _RUNS = 5
 """Of each size."""
+_FULL_STEPS = 8
+"""Of a long prompt."""
 _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
@@ -123,6 +126,8 @@ class _WarmUp:
                 return
             # The first time is for the compiler.
             self.seconds[size] = statistics.median(seconds[1:] or seconds)
+        if self._has_time():
+            self._run_size(_FULL_STEPS * self.sizes[-1])
         for numbers in self._others():
             # Short prompts are more frequent, so small steps are.
             for octave in _octaves(numbers):

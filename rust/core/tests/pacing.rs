@@ -228,7 +228,7 @@ impl World {
         world
     }
 
-    /// Each size runs five times beside requests that decode.
+    /// Each size runs five times beside requests that decode, then a long prompt.
     fn warm_up(&mut self) {
         const NUM_STREAMS: usize = 16;
         let Some(pacing) = &mut self.pacing else { return };
@@ -238,7 +238,8 @@ impl World {
             self.arrive(Arrival::new(0.0, 16, 100_000));
         }
         self.run_until(0.5);
-        for size in sizes.into_iter().flat_map(|size| [size; 5]) {
+        let long = 8 * self.device.budget;
+        for size in sizes.into_iter().flat_map(|size| [size; 5]).chain([long]) {
             let own = size as usize - NUM_STREAMS;
             let prompt = self.arrive(Arrival::new(self.now, own.max(2), 1));
             while !self.lives[prompt].is_over {
@@ -495,7 +496,8 @@ impl Pair {
 
     /// Who came too late of the ordinary prompts and of the long ones, and the worst of both.
     fn late(&self) -> Tally {
-        let mut late = Tally::default();
+        let num_preempted = [self.paced.num_preempted, self.stock.num_preempted];
+        let mut late = Tally { num_preempted, ..Tally::default() };
         for (ordinary, num, num_late) in [
             (true, &mut late.num_ordinary, &mut late.ordinary_late),
             (false, &mut late.num_long, &mut late.long_late),
@@ -555,6 +557,8 @@ struct Tally {
     num_long: usize,
     long_late: usize,
     worst_s: f64,
+    /// Paced, and as vLLM would have it.
+    num_preempted: [usize; 2],
 }
 
 fn poisson(
@@ -641,6 +645,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
             sum.num_long += late.num_long;
             sum.long_late += late.long_late;
             sum.worst_s = sum.worst_s.max(late.worst_s);
+            sum.num_preempted = [0, 1].map(|it| sum.num_preempted[it] + late.num_preempted[it]);
         }
     }
     sum
@@ -652,15 +657,14 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few.
-    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 2), (0.7, 0, 6), (0.85, 3, 18)] {
+    for (load, most_long, most_ordinary) in [(0.1, 6, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 1, 2)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         let (most_long, most_ordinary) = if is_full { (most_long, most_ordinary) } else { (0, 0) };
         assert!(1_000 * late.long_late <= most_long * late.num_long, "{load}: {late:?}");
         let most = most_ordinary * late.num_ordinary;
         assert!(1_000 * late.ordinary_late <= most, "{load}: {late:?}");
-        // The worst is a long one at 0.85, 8 % later than promised.
-        assert!(late.worst_s <= 8.0, "{load}: {late:?}");
+        assert!(late.worst_s <= 1.0, "{load}: {late:?}");
     }
 }
 
@@ -680,8 +684,10 @@ fn a_small_cache_is_no_reason_to_preempt() {
     // Streams without end would take all blocks.
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
-    assert!(10 * late.ordinary_late <= late.num_ordinary, "{late:?}");
+    assert!(25 * late.ordinary_late <= late.num_ordinary, "{late:?}");
     assert!(late.long_late <= late.num_long / 300, "{late:?}");
+    let [paced, stock] = late.num_preempted;
+    assert!(10 * paced <= 12 * stock, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.
@@ -773,6 +779,18 @@ fn loads_that_are_meant_to_break_it() {
             let has_long_gap = gaps(&pair.paced) > most_s;
             assert!(!has_long_gap, "{name} on {}", device.name);
         }
+    }
+}
+
+/// However long it is, a prompt that can come in time by steps within the stall has no other ones.
+#[test]
+fn a_lone_prompt_keeps_both_promises() {
+    for device in [DENSE, MOE, TIMER, STEEP] {
+        let arrivals = [every(0.0, 1, 200_000), every(0.5, 40, 100)].concat();
+        let pair = Pair::new(Case::new("a lone prompt", device, 16, arrivals));
+        let gap_s = quantile(Pair::gaps(&pair.paced).collect(), 1.0);
+        assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);
+        assert_eq!(pair.late().long_late, 0, "{}: {:?}", device.name, pair.late());
     }
 }
 

@@ -15,9 +15,6 @@ const SMALLEST: u32 = 32;
 /// Tokens of prompts that a chunk has at least.
 const LEAST_ROOM: u32 = 16;
 
-/// A step teaches something about a size if it has this part of its tokens.
-const NEARLY: f64 = 0.9;
-
 /// How sure a chunk is to be within the bound.
 const CONFIDENCE: f64 = 0.99;
 
@@ -63,38 +60,10 @@ impl Ladder {
         self.sizes.iter().position(|&it| it >= least)
     }
 
-    /// The smallest size that holds so many tokens.
-    fn class_of(&self, num_tokens: u32) -> usize {
-        self.sizes.partition_point(|&it| it < num_tokens).min(self.largest())
-    }
-
-    /// Whether a step with so many tokens says what its class takes. Others say what the next
-    /// smaller one takes at most.
-    fn teaches(&self, num_tokens: u32) -> bool {
-        f64::from(num_tokens) >= NEARLY * f64::from(self.sizes[self.class_of(num_tokens)])
-    }
-
-    /// What a size takes beyond its decodes, in seconds; if that was not seen, by the next larger or
-    /// smaller one that was, as if its tokens were all that cost. `None` if nothing was seen.
-    pub(super) fn extra_s(&self, size: usize, attention: f64) -> Option<f64> {
-        let larger = (size..self.sizes.len()).find_map(|it| self.times.predict(it, attention));
-        let smaller = |it: usize| {
-            let times = f64::from(self.sizes[size]) / f64::from(self.sizes[it]);
-            self.times.predict(it, attention).map(|extra_s| times * extra_s)
-        };
-        larger.or_else(|| (0..size).rev().find_map(smaller))
-    }
-
-    /// What a step of any number of tokens takes beyond its decodes, in seconds.
-    pub(super) fn extra_of(&self, num_tokens: f64, attention: f64) -> Option<f64> {
-        let holds_less = |&it: &u32| f64::from(it) < num_tokens;
-        let size = self.sizes.partition_point(holds_less).min(self.largest());
-        let above = self.extra_s(size, attention)?;
-        let Some(below) = size.checked_sub(1) else { return Some(above) };
-        let (least, most) = (f64::from(self.sizes[below]), f64::from(self.sizes[size]));
-        let part = ((num_tokens - least) / (most - least)).clamp(0.0, 1.0);
-        let below = self.extra_s(below, attention)?;
-        Some(below + part * (above - below))
+    /// What a step with so many tokens of prompts takes beyond its decodes, in seconds; `None` if
+    /// nothing was seen.
+    pub(super) fn extra_s(&self, num_tokens: f64, attention: f64) -> Option<f64> {
+        self.times.predict(num_tokens, attention)
     }
 
     /// Whether a chunk that is expected to take so long stays within the bound.
@@ -113,22 +82,12 @@ impl Ladder {
         }
     }
 
-    /// Learns what a step of so many tokens took beyond its decodes; `limit_s` is without these,
-    /// too.
-    pub(super) fn note(&mut self, num_tokens: u32, extra_s: f64, attention: f64, limit_s: f64) {
-        let mut size = self.class_of(num_tokens);
-        let mut expected_s = self.times.predict(size, attention);
-        if !self.teaches(num_tokens) {
-            let Some(smaller) = size.checked_sub(1) else { return };
-            size = smaller;
-            expected_s = self.times.predict(size, attention);
-            if expected_s.is_some_and(|it| it <= extra_s) {
-                return;
-            }
-        }
-        let counts = self.times.note(size, extra_s, attention);
-        let is_exact = self.sizes[size] == num_tokens;
-        if let (true, true, Some(expected_s)) = (counts, is_exact, expected_s) {
+    /// Learns what a step with so many tokens of prompts took beyond its decodes; `limit_s` is
+    /// without these, too.
+    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64, limit_s: f64) {
+        let expected_s = self.times.predict(num_tokens, attention);
+        let counts = self.times.note(num_tokens, extra_s, attention);
+        if let (true, Some(expected_s)) = (counts, expected_s) {
             self.move_margin(expected_s, extra_s > limit_s, limit_s);
         }
     }

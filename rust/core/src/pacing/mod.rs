@@ -15,6 +15,10 @@
 //! decodes have had the rest of the time, unless somebody waits for blocks or a place. vLLM serves
 //! those first who run, so an **admission** lets ordinary prompts in with a token each, like decodes.
 //!
+//! Who comes while vLLM would be **busy** would wait with it, too, so large chunks make nobody late
+//! then; who comes while it would be idle has no time. So where many ordinary prompts come, long ones
+//! are computed in full steps before it is idle.
+//!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
 //! keep the last ones waiting.
@@ -125,8 +129,8 @@ struct InFlight {
 /// look at the one before it, so only their sum is known.
 #[derive(Clone, Debug, Default)]
 struct Chain {
-    /// Of each: its tokens, and what those of prompts attend to.
-    steps: Vec<(u32, f64)>,
+    /// Of each: its tokens of prompts, and what they attend to.
+    steps: Vec<(f64, f64)>,
     /// What they took together beyond their decodes, in seconds.
     extra_s: f64,
 }
@@ -185,6 +189,10 @@ const GOOD_ENOUGH: f64 = 0.95;
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
 
+/// Chunks are full steps if the time of the ordinary prompts that are to come while vLLM would be busy,
+/// times the share that long ones need, is more than this part of one.
+const CROWDED: f64 = 0.5;
+
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
 const URGENT: f64 = 0.7;
 
@@ -204,6 +212,8 @@ impl ToCome {
     const LATELY_S: f64 = 10.0;
     const LATELY_OF_LONG_S: f64 = 30.0;
     const MOST: f64 = 0.8;
+    /// A single long prompt says little of what is to come.
+    const MOST_OF_ONE: f64 = 0.2;
 
     fn decay(&mut self, now: f64) {
         let since_s = (now - self.at).max(0.0);
@@ -216,7 +226,7 @@ impl ToCome {
         if is_ordinary {
             self.of_ordinary += work_s / Self::LATELY_S;
         } else {
-            self.of_long += work_s / Self::LATELY_OF_LONG_S;
+            self.of_long += (work_s / Self::LATELY_OF_LONG_S).min(Self::MOST_OF_ONE);
         }
     }
 
@@ -269,11 +279,11 @@ impl Pacing {
         self.reporter = Reporter::default();
     }
 
-    /// Takes in what prompts add to a step of so many tokens, in seconds: what a warm-up finds out,
+    /// Takes in what so many tokens of prompts add to a step, in seconds: what a warm-up finds out,
     /// where there is no device.
     pub fn learn_size(&mut self, num_tokens: u32, extra_s: f64) {
         let attention = 0.5 * f64::from(num_tokens).powi(2);
-        self.ladder.note(num_tokens, extra_s, attention, self.settings.max_stall_s);
+        self.ladder.note(num_tokens.into(), extra_s, attention, self.settings.max_stall_s);
     }
 
     /// The sizes of chunks, decodes included.
@@ -357,7 +367,7 @@ impl Pacing {
         self.virtual_server = server;
         let is_ordinary = match prompt.promise {
             Some(before) => before.is_ordinary,
-            None => self.is_within_stall(num_missing.into(), attention_of(prompt), 0),
+            None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
         };
         let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
         if prompt.promise.is_none() {
@@ -378,10 +388,10 @@ impl Pacing {
         }
     }
 
-    /// Whether a step with so many tokens of prompts, beside others, stays within the stall.
-    fn is_within_stall(&self, num_tokens: f64, attention: f64, beside: u32) -> bool {
+    /// Whether a step with so many tokens of prompts stays within the stall.
+    fn is_within_stall(&self, num_tokens: f64, attention: f64) -> bool {
         let price = self.full_steps();
-        let step_s = price.step_s(num_tokens + f64::from(beside), attention);
+        let step_s = price.step_s(num_tokens, attention);
         num_tokens <= price.room && step_s <= self.settings.max_stall_s
     }
 
@@ -414,7 +424,7 @@ impl Pacing {
 
     /// What a chunk of a size takes that attends to `context` tokens, in seconds.
     fn chunk_time_s(&self, size: usize, context: f64) -> f64 {
-        let extra_s = self.ladder.extra_s(size, self.room(size) * context);
+        let extra_s = self.ladder.extra_s(self.room(size), self.room(size) * context);
         self.decode_s + extra_s.unwrap_or(self.settings.max_stall_s)
     }
 
@@ -484,8 +494,7 @@ impl Pacing {
         }
         // What is not known to stay outside counts.
         let (tokens, attention) = sum_of(prompts.iter());
-        let beside = self.demand.num_decode_tokens;
-        let fits = |part: f64| self.is_within_stall(tokens / part, attention / part, beside);
+        let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
 
@@ -519,6 +528,11 @@ impl Pacing {
         shortest_first(order, &work, &left_s)
     }
 
+    /// How long vLLM would still be busy with those who have come, without pacing, in seconds.
+    fn busy_s(&self) -> f64 {
+        self.virtual_server.end() - self.start
+    }
+
     /// The time to a prompt's deadline.
     fn time_left_s(&self, prompt: &Prompt) -> f64 {
         let Some(promise) = &prompt.promise else { return f64::INFINITY };
@@ -539,9 +553,10 @@ impl Pacing {
         let needed = |size: usize| self.needed_shares(order, left_s, size, chunks[size]);
         let bounded = self.within_bound(|size| chunks[size].0);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
+        let largest = self.ladder.largest();
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         let smaller = (self.first_size()..bounded).rev();
-        for size in (bounded + 1..=self.ladder.largest()).chain(smaller) {
+        for size in (bounded + 1..=largest).chain(smaller) {
             if ordinary.max(long) <= 1.0 {
                 break;
             }
@@ -554,6 +569,9 @@ impl Pacing {
             {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
+        }
+        if long * self.to_come.of_ordinary * self.busy_s() > CROWDED * chunks[largest].0 {
+            best = largest;
         }
         (best, (ordinary, long), (best > bounded).then_some(reason))
     }
@@ -737,7 +755,7 @@ impl Pacing {
             time_s: 0.0,
         };
         if step.has_prompts() {
-            let guess = self.ladder.extra_of(load.num_tokens.into(), load.prompt_attention);
+            let guess = self.ladder.extra_s(load.num_prompt_tokens.into(), load.prompt_attention);
             step.predicted_s += guess.unwrap_or(self.settings.max_stall_s);
         }
         self.next_number += 1;
@@ -790,14 +808,16 @@ impl Pacing {
             }
             return;
         }
-        let StepLoad { num_tokens, prompt_attention, .. } = step.load;
+        let StepLoad { num_tokens, num_prompt_tokens, prompt_attention, .. } = step.load;
         // Other sizes run then, too, and most of them wait for a compiler.
         if step.chosen.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
-        self.chain.steps.push((num_tokens, prompt_attention));
+        self.chain.steps.push((num_prompt_tokens.into(), prompt_attention));
         self.chain.extra_s += step.time_s - decode_s;
-        let goes_on = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
+        // While warming up the host has nothing else to do.
+        let goes_on = step.chosen.mode != Mode::WarmUp
+            && self.in_flight.front().is_some_and(|next| next.step.has_prompts());
         if goes_on && self.chain.steps.len() < LONGEST_CHAIN {
             return;
         }
@@ -805,7 +825,7 @@ impl Pacing {
         let limit_s = self.settings.max_stall_s - decode_s;
         // Each gets the part of the sum that it was expected to have.
         let expected = steps.iter().map(|&(num_tokens, attention)| {
-            self.ladder.extra_of(num_tokens.into(), attention).unwrap_or(limit_s)
+            self.ladder.extra_s(num_tokens, attention).unwrap_or(limit_s)
         });
         let expected: Vec<f64> = expected.collect();
         let sum_s: f64 = expected.iter().sum();

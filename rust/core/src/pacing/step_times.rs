@@ -1,7 +1,8 @@
 //! How long steps take, learned from those that have come back.
 //!
 //! A step of decodes alone takes what the last ones took with about as many tokens. A step with
-//! prompts takes that, and more by its size: for each size of the ladder the last times are kept.
+//! prompts takes that, and more by their tokens: for each size of the ladder the last times are kept
+//! of as many tokens of prompts, and what lies between two sizes takes what lies between.
 //! What a token attends to costs as well, in proportion, so the later chunks of a long prompt are
 //! known to be dearer. Sizes in CUDA graphs share what is learned of that, and all others do: in a
 //! graph attention has other kernels, which may be slower.
@@ -108,6 +109,7 @@ impl DecodeTimes {
 /// What a step with prompts took, without what its decodes alone would have.
 #[derive(Clone, Copy, Debug, Default)]
 struct Sample {
+    num_tokens: f64,
     extra_s: f64,
     attention: f64,
 }
@@ -121,10 +123,15 @@ struct Size {
     mean: Sample,
 }
 
-/// How long steps with prompts take, by their size.
+/// How long steps with prompts take, by the tokens of these.
 #[derive(Clone, Debug, Default)]
 pub(super) struct PromptTimes {
     sizes: Vec<Size>,
+    /// The tokens of prompts that each holds at most.
+    most_tokens: Vec<u32>,
+    /// Of each size that is known: tokens of prompts, and what these take at level 1, without what
+    /// they attend to.
+    points: Vec<(f64, f64)>,
     /// What all times are multiplied by.
     level: f64,
     /// So many sizes, the smallest, are held by CUDA graphs.
@@ -190,6 +197,8 @@ impl PromptTimes {
         };
         Self {
             sizes: vec![Size::default(); sizes.len()],
+            most_tokens: sizes.to_vec(),
+            points: Vec::new(),
             level: 1.0,
             num_in_graphs,
             slopes: [Slope::new(prior(sizes.len())), Slope::new(prior(num_in_graphs))],
@@ -205,9 +214,17 @@ impl PromptTimes {
         self.slopes[self.kind(size)].value()
     }
 
-    /// Learns what a step of a size took beyond its decodes; returns whether it is no outlier.
-    pub(super) fn note(&mut self, size: usize, extra_s: f64, attention: f64) -> bool {
-        let expected = self.predict(size, attention);
+    /// The smallest size that holds so many tokens of prompts.
+    fn size_of(&self, num_tokens: f64) -> usize {
+        let size = self.most_tokens.partition_point(|&it| f64::from(it) < num_tokens);
+        size.min(self.sizes.len() - 1)
+    }
+
+    /// Learns what a step with so many tokens of prompts took beyond its decodes; returns whether it
+    /// is no outlier.
+    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64) -> bool {
+        let size = self.size_of(num_tokens);
+        let expected = self.predict(num_tokens, attention);
         let known = &mut self.sizes[size];
         known.num_tries += 1;
         let is_known = known.samples.len == WINDOW;
@@ -217,7 +234,7 @@ impl PromptTimes {
             let times = (extra_s / expected).clamp(MOST_OF_LEVEL.recip(), MOST_OF_LEVEL);
             self.level *= times.powf(LEVEL_STEP);
         }
-        let sample = Sample { extra_s: extra_s / self.level, attention };
+        let sample = Sample { num_tokens, extra_s: extra_s / self.level, attention };
         if known.num_tries == 2 && expected.is_some_and(|it| it > SLOW_START * extra_s) {
             // The first one waited for a compiler.
             known.samples = Window::default();
@@ -227,6 +244,12 @@ impl PromptTimes {
             return false;
         }
         self.learn_slope(size, sample);
+        let points = (0..self.sizes.len()).filter_map(|size| {
+            let (slope, samples) = (self.slope(size), &self.sizes[size].samples);
+            let rest_s = samples.median(|it| it.extra_s - slope * it.attention)?;
+            Some((samples.median(|it| it.num_tokens)?, rest_s))
+        });
+        self.points = points.collect();
         true
     }
 
@@ -244,12 +267,20 @@ impl PromptTimes {
         self.slopes[kind].note(by_attention, by_time);
     }
 
-    /// What a step of a size takes beyond its decodes, in seconds; `None` if none was seen.
-    pub(super) fn predict(&self, size: usize, attention: f64) -> Option<f64> {
-        let slope = self.slope(size);
-        let samples = &self.sizes[size].samples;
-        let rest = samples.median(|it| it.extra_s - slope * it.attention)?;
-        Some(self.level * (rest + slope * attention).max(0.0))
+    /// What a step with so many tokens of prompts takes beyond its decodes, in seconds. More than were
+    /// seen take as if tokens were all that cost. `None` if nothing was seen.
+    pub(super) fn predict(&self, num_tokens: f64, attention: f64) -> Option<f64> {
+        let above = self.points.partition_point(|it| it.0 <= num_tokens);
+        let below = above.checked_sub(1).map(|it| self.points[it]);
+        let rest_s = match (below, self.points.get(above)) {
+            (Some((fewer, least_s)), Some((more, most_s))) => {
+                least_s + (num_tokens - fewer) / (more - fewer) * (most_s - least_s)
+            }
+            (Some((fewer, least_s)), None) => least_s * num_tokens / fewer,
+            (None, above) => above?.1,
+        };
+        let slope = self.slope(self.size_of(num_tokens));
+        Some(self.level * (rest_s + slope * attention).max(0.0))
     }
 }
 

@@ -16,7 +16,7 @@ impl FullSteps<'_> {
     /// What a step takes that holds so many tokens of prompts, in seconds; `attention` is each times
     /// what it attends to. Those of decodes cost what they do alone.
     pub(super) fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
-        let extra_s = self.ladder.extra_of(num_tokens, attention);
+        let extra_s = self.ladder.extra_s(num_tokens, attention);
         self.decode_s + extra_s.unwrap_or(self.unknown_s)
     }
 }
@@ -32,6 +32,11 @@ pub(super) struct VirtualServer {
 }
 
 impl VirtualServer {
+    /// When it would be through with all that have come.
+    pub(super) fn end(&self) -> f64 {
+        self.end
+    }
+
     /// It is through by then: what is really left would be.
     pub(super) fn limit(&mut self, end: f64) {
         self.end = self.end.min(end);
