@@ -249,7 +249,7 @@ class SchedulerCore:
         """
 
     def learn_pacing_size(self, num_tokens: int, extra_s: float) -> None:
-        """Tell pacing what prompts add to a step of so many tokens, in seconds: a simulation."""
+        """Tell pacing what so many tokens of prompts add to a step, in seconds: a simulation."""
 
     def set_pacing_time(self, seconds: float) -> None:
         """Have pacing take this for the time, instead of a clock's, until another is set.

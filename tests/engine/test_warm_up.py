@@ -53,7 +53,8 @@ def test_each_size_runs_five_times_and_some_numbers_of_tokens_between_them(
         warm_up.run(engine.core)
         found = chunks(engine)
         sizes = scheduler.pacing()["sizes"]
-        assert [found.count(size) for size in sizes] == [5] * len(sizes), found
+        # The largest one is also a long prompt's first step.
+        assert [found.count(size) for size in sizes] == [5, 5, 5, 5, 6], found
         between = sorted(set(found) - set(sizes))
         assert [it // 32 for it in between] == [1, 2, 3], found
         assert not engine.is_busy

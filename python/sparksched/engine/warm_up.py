@@ -51,7 +51,9 @@ _SETTLING_STEPS = 3
 _RUNS = 5
 """Of each size."""
 _FULL_STEPS = 8
-"""Of a long prompt."""
+"""Of a long prompt, if the model takes so long a one."""
+_LAST_STEP = 128
+"""Tokens of its last step: in a CUDA graph attention has a price of its own."""
 _LONGEST_S = 120.0
 _EVERY = 32
 """Tokens: kernels differ from one multiple of this to the next."""
@@ -127,7 +129,7 @@ class _WarmUp:
             # The first time is for the compiler.
             self.seconds[size] = statistics.median(seconds[1:] or seconds)
         if self._has_time():
-            self._run_size(_FULL_STEPS * self.sizes[-1])
+            self._run_long()
         for numbers in self._others():
             # Short prompts are more frequent, so small steps are.
             for octave in _octaves(numbers):
@@ -183,11 +185,21 @@ class _WarmUp:
             self._step()
         self._scheduler.reset_prefix_cache()
 
+    def _run_long(self) -> None:
+        """Run a long prompt in steps of known sizes, so that nothing is compiled."""
+        last = next((it for it in self.sizes if it >= _LAST_STEP), self.sizes[-1])
+        num_decode_tokens = self._ready_streams()
+        full, last = self.sizes[-1] - num_decode_tokens, last - num_decode_tokens
+        num_full_steps = min(_FULL_STEPS, (self._model.max_model_len - 1 - last) // full)
+        if num_full_steps > 0:
+            self._run_prompts(num_full_steps * full + last)
+
     def _run_size(self, num_tokens: int) -> float:
         """Have prompts fill a step of so many tokens; return for how many seconds they ran."""
-        num_decode_tokens = self._ready_streams()
+        return self._run_prompts(num_tokens - self._ready_streams())
+
+    def _run_prompts(self, num_left: int) -> float:
         prompts = []
-        num_left = num_tokens - num_decode_tokens
         while num_left >= _LEAST_PROMPT:
             length = min(num_left, self._model.max_model_len - 1)
             prompts.append(self._add(length, max_tokens=1))

@@ -151,7 +151,7 @@ class Simulation(Player):
         # An engine's warm-up finds that out.
         for size in self.scheduler.pacing()["sizes"]:
             extra_s = self._step_time(1, size - 1) - self._step_time(1, 0)
-            self.scheduler.core.learn_pacing_size(size, extra_s)
+            self.scheduler.core.learn_pacing_size(size - 1, extra_s)
 
     def run(self) -> Timeline:
         """Serve all requests; return how it went."""

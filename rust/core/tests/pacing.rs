@@ -228,7 +228,7 @@ impl World {
         world
     }
 
-    /// Each size runs five times beside requests that decode, then a long prompt.
+    /// Each size runs five times beside requests that decode, then a long prompt in such steps.
     fn warm_up(&mut self) {
         const NUM_STREAMS: usize = 16;
         let Some(pacing) = &mut self.pacing else { return };
@@ -238,9 +238,9 @@ impl World {
             self.arrive(Arrival::new(0.0, 16, 100_000));
         }
         self.run_until(0.5);
-        let long = 8 * self.device.budget;
-        for size in sizes.into_iter().flat_map(|size| [size; 5]).chain([long]) {
-            let own = size as usize - NUM_STREAMS;
+        let full = self.device.budget as usize - NUM_STREAMS;
+        let of_sizes = sizes.into_iter().flat_map(|size| [size as usize - NUM_STREAMS; 5]);
+        for own in of_sizes.chain([8 * full + (128 - NUM_STREAMS)]) {
             let prompt = self.arrive(Arrival::new(self.now, own.max(2), 1));
             while !self.lives[prompt].is_over {
                 self.round();
