@@ -656,15 +656,18 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 #[test]
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
-    // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few.
-    for (load, most_long, most_ordinary) in [(0.1, 6, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 1, 2)] {
+    // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few, up to
+    // 70 %.
+    for (load, most_long, most_ordinary) in [(0.1, 6, 1), (0.5, 0, 1), (0.7, 0, 2), (0.85, 2, 4)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
-        let (most_long, most_ordinary) = if is_full { (most_long, most_ordinary) } else { (0, 0) };
+        let is_strict = !is_full && load < 0.8;
+        let (most_long, most_ordinary) =
+            if is_strict { (0, 0) } else { (most_long, most_ordinary) };
         assert!(1_000 * late.long_late <= most_long * late.num_long, "{load}: {late:?}");
         let most = most_ordinary * late.num_ordinary;
         assert!(1_000 * late.ordinary_late <= most, "{load}: {late:?}");
-        assert!(late.worst_s <= 1.0, "{load}: {late:?}");
+        assert!(late.worst_s <= 1.5, "{load}: {late:?}");
     }
 }
 
@@ -684,10 +687,10 @@ fn a_small_cache_is_no_reason_to_preempt() {
     // Streams without end would take all blocks.
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
-    assert!(25 * late.ordinary_late <= late.num_ordinary, "{late:?}");
+    assert!(10 * late.ordinary_late <= late.num_ordinary, "{late:?}");
     assert!(late.long_late <= late.num_long / 300, "{late:?}");
     let [paced, stock] = late.num_preempted;
-    assert!(10 * paced <= 12 * stock, "{late:?}");
+    assert!(10 * paced <= 11 * stock, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.
@@ -782,11 +785,13 @@ fn loads_that_are_meant_to_break_it() {
     }
 }
 
-/// However long it is, a prompt that can come in time by steps within the stall has no other ones.
+/// However long it is, a prompt that can come in time by steps within the stall has no others, beside a
+/// few short ones.
 #[test]
 fn a_lone_prompt_keeps_both_promises() {
     for device in [DENSE, MOE, TIMER, STEEP] {
-        let arrivals = [every(0.0, 1, 200_000), every(0.5, 40, 100)].concat();
+        let long = Arrival::new(40.0, 200_000, 8);
+        let arrivals = [every(0.5, 120, 100), vec![long]].concat();
         let pair = Pair::new(Case::new("a lone prompt", device, 16, arrivals));
         let gap_s = quantile(Pair::gaps(&pair.paced).collect(), 1.0);
         assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);

@@ -189,7 +189,10 @@ const GOOD_ENOUGH: f64 = 0.95;
 /// A larger chunk that meets no deadline either has to be better by this part.
 const WORTHWHILE: f64 = 0.02;
 
-/// Chunks are full steps if the time of the ordinary prompts that are to come while vLLM would be busy,
+/// Ordinary prompts that take up to this part of the time come in no bursts that matter.
+const FEW: f64 = 0.06;
+
+/// Chunks are full steps if the time that more ordinary prompts are to take while vLLM would be busy,
 /// times the share that long ones need, is more than this part of one.
 const CROWDED: f64 = 0.5;
 
@@ -570,7 +573,8 @@ impl Pacing {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        if long * self.to_come.of_ordinary * self.busy_s() > CROWDED * chunks[largest].0 {
+        let of_ordinary = (self.to_come.of_ordinary - FEW).max(0.0);
+        if long * of_ordinary * self.busy_s() > CROWDED * chunks[largest].0 {
             best = largest;
         }
         (best, (ordinary, long), (best > bounded).then_some(reason))
