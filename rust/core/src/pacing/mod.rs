@@ -545,7 +545,8 @@ impl Pacing {
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
     /// met, or else the one with which they are missed least, ordinary ones above all: a smaller one
-    /// if long ones can afford it. Then the shares of the time that both need, and for whom it exceeds
+    /// if long ones can afford it. A full step, for the long ones, where many ordinary ones are to come
+    /// while vLLM would be busy. Then the shares of the time that both need, and for whom it exceeds
     /// the bound.
     fn least_chunk(
         &self,
