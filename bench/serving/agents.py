@@ -3,7 +3,9 @@
 Each agent goes through recorded sessions, one after the other: it sends a request, waits for the
 reply, pauses as long as it was recorded, 8 s at most, and sends the next one. Chats send 300 tokens
 and get 200, with a second between. A round of a server goes on where its last one has ended, so
-that prefixes stay cached; replies under way at its end are given up, and asked for again.
+that prefixes stay cached; replies under way at its end are given up, and asked for again. So it
+begins with a burst that no users would make: each client begins at a random moment of its first
+seconds, and what is sent then doesn't count.
 
 `--trace FILE` names the recording, of one of two published forms:
 
@@ -12,8 +14,8 @@ that prefixes stay cached; replies under way at its end are given up, and asked 
 - Mooncake: a line a request, `{timestamp, input_length, output_length, hash_ids}`, with blocks of
   512 tokens. A request that begins with all whole blocks of an earlier one continues its session.
 
-A point has `agents`, `chats`, `round_s`, `warm_up_s` and `max_input`. A round's metrics, with
-`KIND` being `agent` or `chat`:
+A point has `agents`, `chats`, `round_s`, `warm_up_s`, `begin_s` and `max_input`. A round's metrics,
+with `KIND` being `agent` or `chat`:
 
 - `KIND_ttft_s`
 - `KIND_gap_ms`: between outputs; `KIND_longest_gap_ms`: the longest one of each reply.
@@ -172,18 +174,15 @@ class _Load:
 
     async def round(self, seconds: float) -> dict[str, float]:
         replies: list[Reply] = []
-        before = await asyncio.to_thread(self._server.counters)
-        start = time.perf_counter()
         tasks = [
             *(asyncio.create_task(self._agent(it, replies)) for it in range(len(self._agents))),
             *(asyncio.create_task(self._chat(replies)) for _ in range(self._point["chats"])),
         ]
         try:
-            done, _ = await asyncio.wait(
-                tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
-            )
-            for one in done:
-                one.result()
+            await _let_run(tasks, self._point["begin_s"])
+            before = await asyncio.to_thread(self._server.counters)
+            start = time.perf_counter()
+            await _let_run(tasks, seconds)
             end = time.perf_counter()
             after = await asyncio.to_thread(self._server.counters)
         finally:
@@ -193,7 +192,11 @@ class _Load:
         delta = {name: after[name] - before.get(name, 0.0) for name in after}
         return self._evaluate(replies, start, end) | _of_server(delta)
 
+    async def _begin(self) -> None:
+        await asyncio.sleep(self._chance.uniform(0, self._point["begin_s"]))
+
     async def _agent(self, number: int, replies: list[Reply]) -> None:
+        await self._begin()
         while True:
             prompt, request = self._next[number]
             wanted = max(1, min(request.output, LONGEST_OUTPUT))
@@ -202,6 +205,7 @@ class _Load:
             await asyncio.sleep(min(LONGEST_PAUSE_S, request.pause_s))
 
     async def _chat(self, replies: list[Reply]) -> None:
+        await self._begin()
         while True:
             prompt = random_prompt(self._chance, self._server.model.vocab_size, CHAT_INPUT)
             await self._ask(prompt, CHAT_OUTPUT, CHAT, replies)
@@ -217,11 +221,12 @@ class _Load:
         tokens = sum(it.tokens_between(start, end) for it in replies)
         metrics = {"tokens_per_s": tokens / (end - start)}
         for kind in KINDS:
-            chosen = [it for it in replies if it.kind == kind and it.sent_at]
+            of_kind = [it for it in replies if it.kind == kind and it.sent_at]
+            gaps = [it.gaps_ms(start, end) for it in of_kind]
+            chosen = [it for it in of_kind if it.sent_at >= start]
             waits = [it.ttft_s for it in chosen if it.times]
             silent = (end - it.sent_at for it in chosen if not it.times)
             waits += [waited for waited in silent if waited > WAITING_S]
-            gaps = [it.gaps_ms(start, end) for it in chosen]
             every = itertools.chain.from_iterable(gaps)
             longest = [max(it) for it in gaps if it]
             speeds = [
@@ -236,6 +241,12 @@ class _Load:
             if speeds:
                 metrics[f"{kind}_tokens_per_s"] = statistics.median(speeds)
         return metrics
+
+
+async def _let_run(tasks: list[asyncio.Task[None]], seconds: float) -> None:
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for one in done:
+        one.result()
 
 
 def _of_server(delta: dict[str, float]) -> dict[str, float]:

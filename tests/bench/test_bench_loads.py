@@ -102,7 +102,7 @@ def test_agents_go_on_in_the_next_round(server: Server, tmp_path: Path) -> None:
     path = tmp_path / "agents.json"
     path.write_text(json.dumps(KV_CACHE_TESTER))
     point: dict[str, Any] = {"agents": 1, "chats": 1, "max_input": 250, "trace": str(path)}
-    point |= {"warm_up_s": 0.4, "round_s": 0.8}
+    point |= {"warm_up_s": 0.4, "begin_s": 0.2, "round_s": 0.8}
     agents.measure(server, point | {"is_warm_up": True}, 1)
     found = agents.measure(server, point | {"is_warm_up": False}, 2)
     assert found["agent_replies"] >= 1

@@ -30,6 +30,10 @@ struct Device {
     fixed_ms: f64,
     token_ms: f64,
     attention_ms: f64,
+    /// What the host takes to launch a step with prompts that no CUDA graph holds.
+    launch_ms: f64,
+    /// Tokens that a CUDA graph holds.
+    max_graph_tokens: u32,
     /// Steps vary by this part.
     jitter: f64,
     /// So many times slower than when it was learned what steps take.
@@ -44,6 +48,8 @@ const DENSE: Device = Device {
     fixed_ms: 0.0,
     token_ms: 0.03,
     attention_ms: 2e-7,
+    launch_ms: 0.0,
+    max_graph_tokens: 512,
     jitter: 0.0,
     slower: 1.0,
     budget: 8_192,
@@ -73,6 +79,19 @@ const SLOW: Device = Device {
     budget: 2_048,
     ..DENSE
 };
+/// gpt-oss-120b on an H200, as its pacing log has it: up to 3,500 tokens a step takes what the host
+/// needs to launch its kernels.
+const LAUNCHED: Device = Device {
+    name: "launch-bound",
+    decode_ms: 12.0,
+    fixed_ms: 5.0,
+    token_ms: 0.022,
+    attention_ms: 5.6e-7,
+    launch_ms: 80.0,
+    max_graph_tokens: 256,
+    jitter: 0.1,
+    ..DENSE
+};
 const JITTERY: Device = Device { name: "jittery", jitter: 0.15, ..MOE };
 
 impl Device {
@@ -80,9 +99,12 @@ impl Device {
     fn step_s(&self, load: &StepLoad, is_even: bool) -> f64 {
         let decode_ms = self.decode_ms + 0.02 * f64::from(load.num_decode_tokens);
         let prompt_ms = if load.num_prompt_tokens > 0 && !is_even {
-            self.fixed_ms
+            let is_launched = load.num_tokens > self.max_graph_tokens;
+            let launch_ms = if is_launched { self.launch_ms } else { 0.0 };
+            let device_ms = self.fixed_ms
                 + self.token_ms * f64::from(load.num_prompt_tokens)
-                + self.attention_ms * load.prompt_attention
+                + self.attention_ms * load.prompt_attention;
+            device_ms.max(launch_ms)
         } else {
             0.0
         };
@@ -415,7 +437,7 @@ impl Case {
         let settings = PacingSettings {
             max_stall_s: self.stall_s,
             max_slowdown: SLOWDOWN,
-            max_graph_tokens: 512,
+            max_graph_tokens: self.device.max_graph_tokens,
         };
         let mut config = serving(&self.device, self.num_blocks);
         config.policy = if self.is_fair { Policy::Priority } else { Policy::Fcfs };
@@ -617,7 +639,7 @@ fn mixture(device: Device, load: f64, seed: u64, until: f64) -> Case {
 /// `make test-all` runs more lives on more devices.
 fn scale() -> (&'static [Device], u64, f64) {
     if std::env::var("SCALE").is_ok_and(|it| it == "full") {
-        (&[DENSE, MOE, STEEP, SLOW, JITTERY], 10, 200.0)
+        (&[DENSE, MOE, STEEP, SLOW, JITTERY, LAUNCHED], 10, 200.0)
     } else {
         (&[DENSE, MOE], 1, 60.0)
     }
@@ -636,7 +658,7 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
                 pair.check();
             } else {
                 // Of so many lives two are worse.
-                pair.check_within(100, 6);
+                pair.check_within(100, 7);
             }
             let late = pair.late();
             println!("{} on {}: {late:?}", pair.case.name, device.name);
@@ -658,7 +680,7 @@ fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few, up to
     // 70 %.
-    for (load, most_long, most_ordinary) in [(0.1, 6, 1), (0.5, 0, 1), (0.7, 0, 2), (0.85, 2, 4)] {
+    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 2), (0.85, 1, 3)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         let is_strict = !is_full && load < 0.8;
@@ -789,7 +811,7 @@ fn loads_that_are_meant_to_break_it() {
 /// few short ones.
 #[test]
 fn a_lone_prompt_keeps_both_promises() {
-    for device in [DENSE, MOE, TIMER, STEEP] {
+    for device in [DENSE, MOE, TIMER, STEEP, LAUNCHED] {
         let long = Arrival::new(40.0, 200_000, 8);
         let arrivals = [every(0.5, 120, 100), vec![long]].concat();
         let pair = Pair::new(Case::new("a lone prompt", device, 16, arrivals));

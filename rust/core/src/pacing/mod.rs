@@ -159,6 +159,8 @@ pub struct Pacing {
     /// When the device had nothing else to do.
     free_at: f64,
     owed: Owed,
+    /// When the last admission was chosen.
+    admitted_at: f64,
     /// Steps in a row that should have computed prompts and did not.
     num_fruitless: u32,
     is_warming_up: bool,
@@ -308,6 +310,9 @@ impl Pacing {
             self.look(scheduler, now);
             self.choice(scheduler)
         };
+        if self.chosen.mode == Mode::Admission {
+            self.admitted_at = now;
+        }
         self.chosen.knobs.clone()
     }
 
@@ -625,8 +630,9 @@ impl Pacing {
     }
 
     /// A step of decodes that lets ordinary prompts in, so that they go before a long one that runs. Of
-    /// those with the same next block one does: the others find it computed. Not twice in a row, for
-    /// some may not come in, and not with recurrent states: the first token would look like a decode.
+    /// those with the same next block one does: the others find it computed. Not twice in a row for the
+    /// same, for some may not come in, and not with recurrent states: the first token would look like
+    /// a decode.
     fn admission(&self, scheduler: &Scheduler, order: &[usize]) -> Option<Chosen> {
         let mut begun = BTreeSet::new();
         let parts = self.as_vllm_looks(order).filter(|it| {
@@ -643,9 +649,11 @@ impl Pacing {
         knobs.max_num_scheduled_tokens = num_tokens.min(knobs.max_num_scheduled_tokens);
         knobs.long_prefill_token_threshold = self.threshold(self.min_threshold);
         knobs.order = parts.iter().map(|it| it.index).collect();
-        let may_be = self.chosen.mode != Mode::Admission && scheduler.can_be_reordered(num_tokens);
+        let has_come = |it: &Prompt| it.promise.is_some_and(|it| it.arrived_at > self.admitted_at);
+        let is_again = self.chosen.mode == Mode::Admission;
+        let lets_in = parts.iter().any(|it| !it.is_running && (!is_again || has_come(it)));
         let has_states = scheduler.config().groups.iter().any(|it| it.is_state());
-        (may_be && !has_states && parts.iter().any(|it| !it.is_running)).then_some(chosen)
+        (lets_in && !has_states && scheduler.can_be_reordered(num_tokens)).then_some(chosen)
     }
 
     /// A step of prompts in this order, of this size at most.

@@ -44,15 +44,17 @@ impl<T: Copy + Default> Window<T> {
         self.num_outliers = 0;
     }
 
-    /// The median of what `of` makes of the values; the smaller one of two.
-    fn median(&self, of: impl Fn(&T) -> f64) -> Option<f64> {
+    /// The mean of what `of` makes of the values, without the least and the most of four and more.
+    fn middle(&self, of: impl Fn(&T) -> f64) -> Option<f64> {
         let mut sorted = [0.0; WINDOW];
         let sorted = &mut sorted[..self.len];
         for (to, value) in sorted.iter_mut().zip(&self.values) {
             *to = of(value);
         }
         sorted.sort_unstable_by(f64::total_cmp);
-        self.len.checked_sub(1).map(|last| sorted[last / 2])
+        let middle = if self.len < 4 { sorted } else { &mut sorted[1..self.len - 1] };
+        let (sum, num) = middle.iter().fold((0.0, 0.0), |(sum, num), it| (sum + it, num + 1.0));
+        (num > 0.0).then(|| sum / num)
     }
 
     /// Takes a value unless it is an outlier, which it is not if there have been too many.
@@ -90,7 +92,7 @@ impl Default for DecodeTimes {
 impl DecodeTimes {
     pub(super) fn note(&mut self, num_tokens: u32, time_s: f64) {
         let window = &mut self.0[class_of(num_tokens)];
-        let expected = window.median(|&it| it);
+        let expected = window.middle(|&it| it);
         let is_outlier = expected.is_some_and(|it| time_s > OUTLIER * it + JITTER_S);
         window.push_unless(is_outlier, time_s);
     }
@@ -102,7 +104,7 @@ impl DecodeTimes {
             .flat_map(|distance| [class.checked_sub(distance), Some(class + distance)])
             .flatten()
             .find(|&it| it < NUM_CLASSES && self.0[it].len > 0)?;
-        self.0[nearest].median(|&it| it)
+        self.0[nearest].middle(|&it| it)
     }
 }
 
@@ -246,8 +248,8 @@ impl PromptTimes {
         self.learn_slope(size, sample);
         let points = (0..self.sizes.len()).filter_map(|size| {
             let (slope, samples) = (self.slope(size), &self.sizes[size].samples);
-            let rest_s = samples.median(|it| it.extra_s - slope * it.attention)?;
-            Some((samples.median(|it| it.num_tokens)?, rest_s))
+            let rest_s = samples.middle(|it| it.extra_s - slope * it.attention)?;
+            Some((samples.middle(|it| it.num_tokens)?, rest_s))
         });
         self.points = points.collect();
         true
