@@ -549,10 +549,9 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least, ordinary ones above all: a smaller one
-    /// if long ones can afford it. A full step, for the long ones, where many ordinary ones are to come
-    /// while vLLM would be busy. Then the shares of the time that both need, and for whom it exceeds
-    /// the bound.
+    /// met, or else the one with which they are missed least, ordinary ones above all. A full step, for
+    /// the long ones, where many ordinary ones are to come while vLLM would be busy. Then the shares of
+    /// the time that both need, and for whom it exceeds the bound.
     fn least_chunk(
         &self,
         order: &[usize],
@@ -564,18 +563,14 @@ impl Pacing {
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
         let largest = self.ladder.largest();
         let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
-        let smaller = (self.first_size()..bounded).rev();
-        for size in (bounded + 1..=largest).chain(smaller) {
+        for size in bounded + 1..=largest {
             if ordinary.max(long) <= 1.0 {
                 break;
             }
             let (of_ordinary, of_long) = needed(size);
             let is_better = |new: f64, old: f64| new.max(1.0) < (1.0 - WORTHWHILE) * old.max(1.0);
             let is_worse = is_better(ordinary, of_ordinary);
-            let is_affordable = size > bounded || (0.0 < of_long && of_long <= 1.0);
-            if is_affordable && is_better(of_ordinary, ordinary)
-                || (!is_worse && is_better(of_long, long))
-            {
+            if is_better(of_ordinary, ordinary) || (!is_worse && is_better(of_long, long)) {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
