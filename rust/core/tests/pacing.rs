@@ -673,17 +673,17 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 #[test]
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
-    // Of a thousand, so many long and ordinary prompts may be late in many lives; nobody in few, up to
-    // 70 %.
+    // Of a thousand, so many long and ordinary prompts may be late in many lives. In few lives nobody is
+    // late up to 70 %, and three above.
     for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 1, 2)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
-        let is_strict = !is_full && load < 0.8;
-        let (most_long, most_ordinary) =
-            if is_strict { (0, 0) } else { (most_long, most_ordinary) };
-        assert!(1_000 * late.long_late <= most_long * late.num_long, "{load}: {late:?}");
-        let most = most_ordinary * late.num_ordinary;
-        assert!(1_000 * late.ordinary_late <= most, "{load}: {late:?}");
+        let (most_long, most_ordinary) = match is_full {
+            true => (most_long * late.num_long / 1_000, most_ordinary * late.num_ordinary / 1_000),
+            false => (0, if load > 0.8 { 3 } else { 0 }),
+        };
+        assert!(late.long_late <= most_long, "{load}: {late:?}");
+        assert!(late.ordinary_late <= most_ordinary, "{load}: {late:?}");
         assert!(late.worst_s <= 1.5, "{load}: {late:?}");
     }
 }
