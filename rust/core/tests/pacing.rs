@@ -678,9 +678,10 @@ fn promises_are_kept_whatever_comes() {
     for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 1, 2)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
-        let (most_long, most_ordinary) = match is_full {
-            true => (most_long * late.num_long / 1_000, most_ordinary * late.num_ordinary / 1_000),
-            false => (0, if load > 0.8 { 3 } else { 0 }),
+        let (most_long, most_ordinary) = if is_full {
+            (most_long * late.num_long / 1_000, most_ordinary * late.num_ordinary / 1_000)
+        } else {
+            (0, if load > 0.8 { 3 } else { 0 })
         };
         assert!(late.long_late <= most_long, "{load}: {late:?}");
         assert!(late.ordinary_late <= most_ordinary, "{load}: {late:?}");
