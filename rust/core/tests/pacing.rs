@@ -675,7 +675,7 @@ fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // Of a thousand, so many long and ordinary prompts may be late in many lives. In few lives nobody is
     // late up to 70 %, and three above.
-    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 1, 2)] {
+    for (load, most_long, most_ordinary) in [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 2, 3)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
         let (most_long, most_ordinary) = if is_full {
@@ -685,7 +685,7 @@ fn promises_are_kept_whatever_comes() {
         };
         assert!(late.long_late <= most_long, "{load}: {late:?}");
         assert!(late.ordinary_late <= most_ordinary, "{load}: {late:?}");
-        assert!(late.worst_s <= 1.5, "{load}: {late:?}");
+        assert!(late.worst_s <= if load > 0.8 { 1.6 } else { 0.8 }, "{load}: {late:?}");
     }
 }
 

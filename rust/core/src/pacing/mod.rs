@@ -550,8 +550,9 @@ impl Pacing {
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
     /// met, or else the one with which they are missed least, ordinary ones above all. A full step, for
-    /// the long ones, where many ordinary ones are to come while vLLM would be busy. Then the shares of
-    /// the time that both need, and for whom it exceeds the bound.
+    /// the long ones, where many ordinary ones are to come while vLLM would be busy, and none that is
+    /// there comes late by it. Then the shares of the time that both need, and for whom it exceeds the
+    /// bound.
     fn least_chunk(
         &self,
         order: &[usize],
@@ -575,7 +576,8 @@ impl Pacing {
             }
         }
         let of_ordinary = (self.to_come.of_ordinary - FEW).max(0.0);
-        if long * of_ordinary * self.busy_s() > CROWDED * chunks[largest].0 {
+        let is_crowded = long * of_ordinary * self.busy_s() > CROWDED * chunks[largest].0;
+        if is_crowded && needed(largest).0 <= 1.0 {
             best = largest;
         }
         (best, (ordinary, long), (best > bounded).then_some(reason))
