@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from sparksched import cli
 from sparksched.compat.pacing import max_graph_tokens
 from sparksched.engine.warm_up import PREFIX
@@ -27,7 +28,7 @@ LONG = (12.0, 4 * BUDGET, 20)
 SHORT = [(12.2 + 0.3 * it, 100, 5) for it in range(4)]
 
 
-def day(*, is_async: bool) -> list[Event]:
+def day(*, is_async: bool, has_compiler: bool = True) -> list[Event]:
     """Return a day as vLLM would have served it, with an engine's warm-up before it."""
     config = {
         "max_num_batched_tokens": BUDGET,
@@ -56,7 +57,7 @@ def day(*, is_async: bool) -> list[Event]:
                 rows[number] = count
                 left -= count if its else 0
         seconds = TIME(num_decodes, sum(rows.values()) - num_decodes)
-        if sequence % 50 == 0:
+        if has_compiler and sequence % 50 == 0:
             seconds = COMPILATION_S
         for number, count in rows.items():
             missing[number] -= min(count, missing[number])
@@ -91,13 +92,36 @@ def step(
     ]
 
 
+def held_up(events: list[Event]) -> list[Event]:
+    """Launch each step while the one before runs, and look late at that one if it has prompts."""
+    ahead: list[Event] = []
+    update: Update | None = None
+    for it, after in zip(events, [*events[1:], None], strict=True):
+        if isinstance(it, Update):
+            update = it
+            continue
+        if isinstance(it, Step) and isinstance(after, Update) and update is not None:
+            is_long = any(count > 1 for count in it.num_tokens or [])
+            follows = it.time <= update.time
+            seen_at = after.time - 1e-3 if is_long and follows else update.time
+            late = structs.replace(update, time=seen_at)
+            begun = structs.replace(it, time=min(it.time, update.time - 1e-4))
+            ahead += [begun, late] if follows else [late, it]
+            update = None
+        else:
+            ahead += [it] if update is None or not isinstance(it, End) else [update, it]
+    return ahead
+
+
 def loaded(folder: Path, *, is_async: bool = False) -> Load:
     return Load(str(write(folder / "day", day(is_async=is_async), 400)))
 
 
-def test_the_fit_gives_back_what_steps_took(tmp_path: Path) -> None:
-    """However long some of them were held up, and the warm-up's."""
-    fitted = step_time(loaded(tmp_path))
+@pytest.mark.parametrize("is_held_up", [False, True])
+def test_the_fit_gives_back_what_steps_took(tmp_path: Path, is_held_up: bool) -> None:
+    """However long the warm-up's took, some waited for a compiler, or were looked at late."""
+    events = held_up(day(is_async=True, has_compiler=False)) if is_held_up else day(is_async=False)
+    fitted = step_time(Load(str(write(tmp_path / "day", events, 400))))
     for num_decode_tokens in (1, 4, 12, 16):
         for num_prompt_tokens in (0, 100, 1024, BUDGET):
             size = num_decode_tokens, num_prompt_tokens

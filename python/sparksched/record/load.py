@@ -25,6 +25,8 @@ from sparksched.record.events import (
 )
 from sparksched.record.keys import StandIns, segment_sizes
 
+_LONGEST_RUN: Final = 8
+
 _decode: Final = msgspec.json.Decoder(Event).decode
 
 
@@ -125,6 +127,30 @@ class Request:
     """When it was ended from outside."""
 
 
+@dataclass
+class Run:
+    """Steps of which each but the first has prompts and was launched while the one before it ran.
+
+    To launch such a step takes the host long, so it looks late at the output of the one before: how
+    long all of them took is known, and not how long each.
+    """
+
+    num_steps: int = 0
+    num_decode_tokens: int = 0
+    num_steps_with_prompts: int = 0
+    num_prompt_tokens: int = 0
+    seconds: float = 0.0
+    """From the output of the step before the first, or from the first one's beginning."""
+
+    def add(self, num_decode_tokens: int, num_prompt_tokens: int, seconds: float) -> None:
+        """Add a step."""
+        self.num_steps += 1
+        self.num_decode_tokens += num_decode_tokens
+        self.num_steps_with_prompts += num_prompt_tokens > 0
+        self.num_prompt_tokens += num_prompt_tokens
+        self.seconds += seconds
+
+
 class Load:
     """What a trace says of requests, their tokens, steps and how long these took.
 
@@ -138,10 +164,8 @@ class Load:
         self.trace = Trace(path)
         self.requests: list[Request] = []
         """In the order of arrival."""
-        self.step_sizes: list[tuple[int, int]] = []
-        """Tokens of decodes and of prompts of each step that was executed."""
-        self.step_s: list[float] = []
-        """How long these took, from the output of the step before or their own beginning."""
+        self.runs: list[Run] = []
+        """All steps that were executed."""
         self.schedule_us: list[float] = []
         self.update_us: list[float] = []
         self.seconds = 0.0
@@ -150,6 +174,7 @@ class Load:
         self._ids: list[str] = []
         self._in_flight: dict[int, tuple[Step, list[Request]]] = {}
         self._last_update = 0.0
+        self._run = Run()
         self._num_drafted_rows = 0
         self._num_accepted = 0
         self._read()
@@ -214,8 +239,13 @@ class Load:
         for row, keys in update.keys.items():
             rows[row].keys += keys
         if rows and not any(request.is_warm_up for request in rows):
-            self.step_sizes.append(_size_of(step, len(rows)))
-            self.step_s.append(max(update.time - max(step.time, self._last_update), 0.0))
+            seconds = max(update.time - max(step.time, self._last_update), 0.0)
+            self._run.add(*_size_of(step, len(rows)), seconds)
+            following, its_rows = self._in_flight.get(update.sequence + 1, (None, []))
+            goes_on = following is not None and _size_of(following, len(its_rows))[1] > 0
+            if not goes_on or self._run.num_steps == _LONGEST_RUN:
+                self.runs.append(self._run)
+                self._run = Run()
         self._last_update = update.time
 
 

@@ -1,5 +1,6 @@
 """How long a step takes, fitted to those of a trace."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,19 +34,19 @@ class StepTime:
 _GUESS = StepTime(0.01, 0.0, 0.0, 0.0)
 """For a trace without steps."""
 _KINDS_AN_OCTAVE = 4
-"""Steps whose sizes are nearer to each other than that are of one kind."""
+"""Runs of steps whose sizes are nearer to each other than that are of one kind."""
 _NUM_FITS = 10
 _LEAST_ERROR_S = 1e-5
 """All that is nearer counts as much."""
 
 
 def step_time(load: Load) -> StepTime:
-    """Fit to the median of each kind of step.
+    """Fit to the median of each kind of run.
 
     By least squares, again and again: kinds that are far off, as of steps that waited for a kernel
     to be compiled, count less and less. What would come out negative is taken to cost nothing.
     """
-    if not load.step_s:
+    if not load.runs:
         return _GUESS
     columns, times, counts = _kinds(load)
     weights = counts
@@ -56,15 +57,14 @@ def step_time(load: Load) -> StepTime:
 
 
 def _kinds(load: Load) -> tuple[Floats, Floats, Floats]:
-    """Return what is in each kind of step, its median time, and how many there are of it."""
-    sizes = np.array(load.step_sizes, dtype=float)
-    times = np.array(load.step_s)
+    """Return what is in each kind of run, its median time, and how many there are of it."""
+    runs = np.array([dataclasses.astuple(it) for it in load.runs], dtype=float)
+    sizes, times = runs[:, :-1], runs[:, -1]
     keys = np.round(_KINDS_AN_OCTAVE * np.log2(np.maximum(sizes, 0.5)))
     _, kinds, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     members = np.split(np.argsort(kinds.ravel(), kind="stable"), np.cumsum(counts)[:-1])
-    middle = np.array([[*sizes[its].mean(axis=0), np.median(times[its])] for its in members])
-    decodes, prompts, medians = middle.T
-    columns = np.column_stack([np.ones(len(middle)), decodes, prompts > 0, prompts])
+    columns = np.array([sizes[its].mean(axis=0) for its in members])
+    medians = np.array([np.median(times[its]) for its in members])
     return columns, medians, counts.astype(float)
 
 
