@@ -48,7 +48,7 @@ def mixed(count: int) -> list[Prompt]:
 
 
 def growing(count: int) -> list[Prompt]:
-    """Return prompts that all fit into the KV cache, with outputs of which three don't: they preempt."""
+    """Return prompts that fit into the KV cache; with their outputs three don't: they preempt."""
     return [Prompt([index, 1, 2, 3], 400, {"ignore_eos": True}) for index in range(count)]
 
 
