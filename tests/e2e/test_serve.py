@@ -168,7 +168,7 @@ def run_server(case: Case, model: Path, log_path: Path, scheduler: str | None) -
             for name, prompts in case.waves.items()
         }
         met = {name: server.metric(name) for name in case.above_zero}
-        assert all(met.values()), met
+        assert all(value > 0 for value in met.values()), met
         if "MFU" in str(case.said):
             wait_until(lambda: "MFU: " in server.log, "for a line with statistics")
         asyncio.run(read_and_leave(server))

@@ -25,7 +25,7 @@ from sparksched.record.events import (
 )
 from sparksched.record.keys import StandIns, segment_sizes
 
-_LONGEST_RUN: Final = 8
+_LONGEST_CHAIN: Final = 8
 
 _decode: Final = msgspec.json.Decoder(Event).decode
 
@@ -127,8 +127,18 @@ class Request:
     """When it was ended from outside."""
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """A step whose output was not told yet."""
+
+    step: Step
+    rows: list[Request]
+    num_decode_tokens: int
+    num_prompt_tokens: int
+
+
 @dataclass
-class Run:
+class Chain:
     """Steps of which each but the first has prompts and was launched while the one before it ran.
 
     To launch such a step takes the host long, so it looks late at the output of the one before: how
@@ -164,7 +174,7 @@ class Load:
         self.trace = Trace(path)
         self.requests: list[Request] = []
         """In the order of arrival."""
-        self.runs: list[Run] = []
+        self.chains: list[Chain] = []
         """All steps that were executed."""
         self.schedule_us: list[float] = []
         self.update_us: list[float] = []
@@ -172,9 +182,9 @@ class Load:
         self._latest: dict[str, Request] = {}
         """By id."""
         self._ids: list[str] = []
-        self._in_flight: dict[int, tuple[Step, list[Request]]] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._last_update = 0.0
-        self._run = Run()
+        self._chain = Chain()
         self._num_drafted_rows = 0
         self._num_accepted = 0
         self._read()
@@ -222,13 +232,15 @@ class Load:
                 self._ids = self._ids if event.ids is None else event.ids
                 rows = [self._latest[request_id] for request_id in self._ids]
                 self.schedule_us.append(event.duration_us)
-                self._in_flight[event.sequence] = (event, rows)
+                size = _size_of(event, len(rows))
+                self._in_flight[event.sequence] = _InFlight(event, rows, *size)
             case Update():
-                self._take_output(event, *self._in_flight.pop(event.sequence))
+                self._take_output(event, self._in_flight.pop(event.sequence))
             case _:
                 pass
 
-    def _take_output(self, update: Update, step: Step, rows: list[Request]) -> None:
+    def _take_output(self, update: Update, it: _InFlight) -> None:
+        step, rows = it.step, it.rows
         self.update_us.append(update.duration_us)
         counts = [1] * len(rows) if update.num_sampled is None else update.num_sampled
         for row, (request, count) in enumerate(zip(rows, counts, strict=bool(counts))):
@@ -240,12 +252,12 @@ class Load:
             rows[row].keys += keys
         if rows and not any(request.is_warm_up for request in rows):
             seconds = max(update.time - max(step.time, self._last_update), 0.0)
-            self._run.add(*_size_of(step, len(rows)), seconds)
-            following, its_rows = self._in_flight.get(update.sequence + 1, (None, []))
-            goes_on = following is not None and _size_of(following, len(its_rows))[1] > 0
-            if not goes_on or self._run.num_steps == _LONGEST_RUN:
-                self.runs.append(self._run)
-                self._run = Run()
+            self._chain.add(it.num_decode_tokens, it.num_prompt_tokens, seconds)
+            following = self._in_flight.get(update.sequence + 1)
+            goes_on = following is not None and following.num_prompt_tokens > 0
+            if not goes_on or self._chain.num_steps == _LONGEST_CHAIN:
+                self.chains.append(self._chain)
+                self._chain = Chain()
         self._last_update = update.time
 
 

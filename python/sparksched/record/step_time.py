@@ -1,6 +1,5 @@
 """How long a step takes, fitted to those of a trace."""
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,19 +33,19 @@ class StepTime:
 _GUESS = StepTime(0.01, 0.0, 0.0, 0.0)
 """For a trace without steps."""
 _KINDS_AN_OCTAVE = 4
-"""Runs of steps whose sizes are nearer to each other than that are of one kind."""
+"""Chains whose sizes are nearer to each other than that are of one kind."""
 _NUM_FITS = 10
 _LEAST_ERROR_S = 1e-5
 """All that is nearer counts as much."""
 
 
 def step_time(load: Load) -> StepTime:
-    """Fit to the median of each kind of run.
+    """Fit to the median of each kind of chain.
 
     By least squares, again and again: kinds that are far off, as of steps that waited for a kernel
     to be compiled, count less and less. What would come out negative is taken to cost nothing.
     """
-    if not load.runs:
+    if not load.chains:
         return _GUESS
     columns, times, counts = _kinds(load)
     weights = counts
@@ -57,9 +56,14 @@ def step_time(load: Load) -> StepTime:
 
 
 def _kinds(load: Load) -> tuple[Floats, Floats, Floats]:
-    """Return what is in each kind of run, its median time, and how many there are of it."""
-    runs = np.array([dataclasses.astuple(it) for it in load.runs], dtype=float)
-    sizes, times = runs[:, :-1], runs[:, -1]
+    """Return what is in each kind of chain, its median time, and how many there are of it."""
+    # In the order of what a step's time is made of.
+    contents = [
+        (it.num_steps, it.num_decode_tokens, it.num_steps_with_prompts, it.num_prompt_tokens)
+        for it in load.chains
+    ]
+    sizes = np.array(contents, dtype=float)
+    times = np.array([it.seconds for it in load.chains])
     keys = np.round(_KINDS_AN_OCTAVE * np.log2(np.maximum(sizes, 0.5)))
     _, kinds, counts = np.unique(keys, axis=0, return_inverse=True, return_counts=True)
     members = np.split(np.argsort(kinds.ravel(), kind="stable"), np.cumsum(counts)[:-1])

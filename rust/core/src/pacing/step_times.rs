@@ -52,7 +52,8 @@ impl<T: Copy + Default> Window<T> {
             *to = of(value);
         }
         sorted.sort_unstable_by(f64::total_cmp);
-        let middle = if self.len < 4 { sorted } else { &mut sorted[1..self.len - 1] };
+        let num_left_out = usize::from(self.len >= 4);
+        let middle = &sorted[num_left_out..self.len - num_left_out];
         let (sum, num) = middle.iter().fold((0.0, 0.0), |(sum, num), it| (sum + it, num + 1.0));
         (num > 0.0).then(|| sum / num)
     }
