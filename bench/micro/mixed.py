@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -49,30 +50,36 @@ LONG_TOKENS = 60_000
 SETTLE_S = 0.5
 MAX_SLOWDOWN = 2.5
 
-Load = list[tuple[float, int]]
-"""When a prompt comes, in seconds, and its tokens."""
+
+class Load(NamedTuple):
+    """What comes beside the streams."""
+
+    prompts: list[tuple[float, int]]
+    """When a prompt comes, in seconds, and its tokens."""
+    window_s: float = 0.0
+    """Tokens of streams are counted for so long: by then all prompts are through, on each side."""
 
 
 def _one_long(tokens: int) -> Load:
-    return [(0.0, tokens), *((0.5 * turn, 100) for turn in range(1, 7))]
+    return Load([(0.0, tokens), *((0.5 * turn, 100) for turn in range(1, 7))], window_s=12)
 
 
 def _each_8_s() -> Load:
-    chance, at, load = random.Random(1), 0.0, [(8.0 * turn, LONG_TOKENS) for turn in range(4)]
-    while (at := at + chance.expovariate(3)) < 30:
-        load.append((at, 500))
-    return sorted(load)
+    chance, at, prompts = random.Random(1), 0.0, [(8.0 * turn, LONG_TOKENS) for turn in range(6)]
+    while (at := at + chance.expovariate(3)) < 40:
+        prompts.append((at, 500))
+    return Load(sorted(prompts), window_s=52)
 
 
 def _burst(number: int, tokens: int = 1024) -> Load:
     seconds = math.ceil(number * tokens * PROMPT_TOKEN_US / 1e6)
-    return [(0.0, tokens)] * number + [(0.5 + at, 500) for at in range(seconds)]
+    return Load([(0.0, tokens)] * number + [(0.5 + at, 500) for at in range(seconds)])
 
 
 LOADS: dict[str, Load] = {
     f"{LONG_TOKENS} tokens": _one_long(LONG_TOKENS),
     "60,000 each 8 s, 3/s of 500": _each_8_s(),
-    "ten of 20,000 at once": [(0.0, 20_000)] * 10,
+    "ten of 20,000 at once": Load([(0.0, 20_000)] * 10, window_s=30),
 }
 
 BURSTS = {f"{it} at once, 1/s of 500": _burst(it) for it in (25, 100, 400)}
@@ -117,21 +124,27 @@ class MixedClient(Client):
                 await asyncio.sleep(POLL_S)
             await asyncio.sleep(SETTLE_S)
             start = time.perf_counter()
-            most = max(tokens for _, tokens in load)
-            come = [self._come(start + at, tokens, tokens == most) for at, tokens in load]
+            prompts = load.prompts
+            most = max(tokens for _, tokens in prompts)
+            come = [self._come(start + at, tokens, tokens == most) for at, tokens in prompts]
             first_s = await asyncio.gather(*come)
             end = time.perf_counter()
+            await asyncio.sleep(start + load.window_s - end)
         await self._clean_up()
         inside = [[at for at in it if start <= at <= end] for it in times]
         gaps = [now - before for it in inside for before, now in itertools.pairwise(it)]
-        long_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens == most]
-        short_s = [it for it, (_, tokens) in zip(first_s, load, strict=True) if tokens < most]
+        long_s = [it for it, (_, tokens) in zip(first_s, prompts, strict=True) if tokens == most]
+        short_s = [it for it, (_, tokens) in zip(first_s, prompts, strict=True) if tokens < most]
         row = {
+            "seconds": end - start,
             "stream_tokens_per_s": sum(map(len, inside)) / NUM_STREAMS / (end - start),
             "gap_p99_ms": 1e3 * percentiles(gaps)["p99"],
             "gap_max_ms": 1e3 * max(gaps),
             "long_s": max(long_s),
         }
+        if load.window_s:
+            window = start, start + load.window_s
+            row["stream_tokens"] = sum(window[0] <= at <= window[1] for it in times for at in it)
         if short_s:
             of_short = percentiles(short_s) | {"max": max(short_s)}
             row |= {f"short_{it}_ms": 1e3 * seconds for it, seconds in of_short.items()}
