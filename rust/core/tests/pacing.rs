@@ -233,7 +233,7 @@ impl World {
             scheduler,
             pacing,
             device: Device { slower: 1.0, jitter: 0.0, ..device },
-            chance: Chance::new(7),
+            chance: Chance::new(0),
             start: 0.0,
             now: 0.0,
             free_at: 0.0,
@@ -433,7 +433,8 @@ impl Case {
         Self { name, device, num_streams, arrivals, num_blocks, stall_s, is_fair }
     }
 
-    fn run(&self, is_paced: bool) -> World {
+    /// Steps that vary do so by chance of this seed.
+    fn run(&self, is_paced: bool, seed: u64) -> World {
         let settings = PacingSettings {
             max_stall_s: self.stall_s,
             max_slowdown: SLOWDOWN,
@@ -442,6 +443,7 @@ impl Case {
         let mut config = serving(&self.device, self.num_blocks);
         config.policy = if self.is_fair { Policy::Priority } else { Policy::Fcfs };
         let mut world = World::new(config, self.device, is_paced.then_some(settings));
+        world.chance = Chance::new(seed);
         for _ in 0..self.num_streams {
             world.arrive(Arrival::new(0.0, 64, 1_000_000));
         }
@@ -461,12 +463,23 @@ struct Pair {
     case: Case,
     stock: World,
     paced: World,
+    /// When first tokens come with vLLM, in seconds.
+    stock_s: Vec<f64>,
 }
 
 impl Pair {
+    /// Where steps vary, what vLLM takes is a matter of chance, too: the median of some lives counts.
     fn new(case: Case) -> Self {
-        let (stock, paced) = (case.run(false), case.run(true));
-        Self { case, stock, paced }
+        const SEED: u64 = 7;
+        let (stock, paced) = (case.run(false, SEED), case.run(true, SEED));
+        let seeds = SEED + 1..if case.device.jitter > 0.0 { SEED + 5 } else { SEED + 1 };
+        let others: Vec<World> = seeds.map(|seed| case.run(false, seed)).collect();
+        let first_s = |life: usize| {
+            let worlds = others.iter().chain([&stock]);
+            quantile(worlds.map(|it| it.lives[life].first_s()).collect(), 0.5)
+        };
+        let stock_s = (0..stock.lives.len()).map(first_s).collect();
+        Self { case, stock, paced, stock_s }
     }
 
     /// Whether a step with this prompt alone stays within the stall.
@@ -495,8 +508,8 @@ impl Pair {
         let late = self.case.arrivals.iter().enumerate();
         late.filter(|(_, it)| self.is_ordinary(it) == ordinary)
             .map(|(it, _)| {
-                let (stock, paced) = (&self.stock.lives[first + it], &self.paced.lives[first + it]);
-                paced.first_s() - times * stock.first_s() - 2.0 * self.case.stall_s
+                let paced_s = self.paced.lives[first + it].first_s();
+                paced_s - times * self.stock_s[first + it] - 2.0 * self.case.stall_s
             })
             .collect()
     }
@@ -673,18 +686,17 @@ fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
 #[test]
 fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
-    // Of a thousand, so many long and ordinary prompts may be late in many lives. In few lives nobody is
-    // late up to 70 %, and three above.
-    let bounds = [(0.1, 0, 1), (0.5, 0, 1), (0.7, 0, 1), (0.85, 2, 3), (1.2, 0, 3)];
-    for (load, most_long, most_ordinary) in bounds {
+    // No long prompt may be late. Of a thousand ordinary ones so many may be, in many lives; in few lives
+    // none up to 70 %, and three above.
+    for (load, most_ordinary) in [(0.1, 1), (0.5, 1), (0.7, 1), (0.85, 3), (1.2, 3)] {
         let late = lives_at(load, |_| {});
         println!("at {load}: {late:?}");
-        let (most_long, most_ordinary) = if is_full {
-            (most_long * late.num_long / 1_000, most_ordinary * late.num_ordinary / 1_000)
-        } else {
-            (0, if load > 0.8 { 3 } else { 0 })
+        let most_ordinary = match is_full {
+            true => most_ordinary * late.num_ordinary / 1_000,
+            false if load > 0.8 => 3,
+            false => 0,
         };
-        assert!(late.long_late <= most_long, "{load}: {late:?}");
+        assert_eq!(late.long_late, 0, "{load}: {late:?}");
         assert!(late.ordinary_late <= most_ordinary, "{load}: {late:?}");
         assert!(late.worst_s <= if load > 0.8 { 1.6 } else { 0.8 }, "{load}: {late:?}");
     }
@@ -706,8 +718,8 @@ fn a_small_cache_is_no_reason_to_preempt() {
     // Streams without end would take all blocks.
     let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
-    assert!(20 * late.ordinary_late <= late.num_ordinary, "{late:?}");
-    assert!(late.long_late <= late.num_long / 400, "{late:?}");
+    assert!(100 * late.ordinary_late <= late.num_ordinary, "{late:?}");
+    assert_eq!(late.long_late, 0, "{late:?}");
     let [paced, stock] = late.num_preempted;
     assert!(10 * paced <= 11 * stock, "{late:?}");
 }
@@ -876,7 +888,7 @@ fn a_burst_delays_no_other_tenant_and_no_stream() {
             let lives = world.lives[fcfs.num_streams..].iter().zip(&fcfs.arrivals);
             lives.filter(|(_, it)| it.own == SHORT).map(|(it, _)| it.first_s()).fold(0.0, f64::max)
         };
-        let waits = [&fcfs.run(false), &fair.stock, &fair.paced].map(longest_s);
+        let waits = [&fcfs.run(false, 0), &fair.stock, &fair.paced].map(longest_s);
         println!("{}: the longest waits are {waits:?} s", device.name);
         fair.check();
         assert!(waits[0] > 10.0, "{}: {waits:?}", device.name);

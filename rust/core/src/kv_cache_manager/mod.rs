@@ -405,6 +405,11 @@ impl KvCacheManager {
         self.cache_blocks(request, num_tokens.min(request.num_tokens() as u32));
     }
 
+    /// Blocks that `num_tokens` need of all groups.
+    pub(crate) fn num_admission_blocks(&self, num_tokens: u32) -> u32 {
+        self.groups.iter().map(|it| it.num_admission_blocks(num_tokens)).sum()
+    }
+
     /// Blocks that a request in the middle of its prompt still has to get for `num_tokens`.
     pub(crate) fn num_missing_blocks(&self, request: &Request, num_tokens: u32) -> u32 {
         let groups = self.groups.iter().zip(&request.groups);

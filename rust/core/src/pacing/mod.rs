@@ -19,6 +19,10 @@
 //! then; who comes while it would be idle has no time. So where many ordinary prompts come, long ones
 //! are computed in full steps before it is idle.
 //!
+//! Who waits for KV blocks gets them sooner if those who hold them are through sooner: steps are full
+//! while somebody does, and a prompt that needs much of the cache has no steps of decodes between its
+//! chunks.
+//!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
 //! keep the last ones waiting.
@@ -74,7 +78,7 @@ pub enum Mode {
     Decode,
     /// Decodes, and a token of each ordinary prompt that waits behind a long one that runs.
     Admission,
-    /// Chunks get nobody on: vLLM's values.
+    /// Chunks get nobody on, or somebody waits for blocks: vLLM's values.
     Unpaced,
     /// Before the first request: vLLM's values. What steps take is learned.
     WarmUp,
@@ -200,6 +204,10 @@ const CROWDED: f64 = 0.5;
 
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
 const URGENT: f64 = 0.7;
+
+/// A prompt that needs more than this part of all blocks goes on without steps of decodes alone: others
+/// may soon wait for its blocks.
+const CROWDING: f64 = 1.0 / 3.0;
 
 /// The least part of a chunk, and the least time in seconds, that are counted with.
 const LEAST: f64 = 1e-3;
@@ -466,6 +474,10 @@ impl Pacing {
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
             return Chosen::unpaced(Mode::Unpaced, &self.base);
         }
+        let over_stall = self.for_who_lacks_blocks();
+        if over_stall.is_some() && prompts.iter().filter(|it| it.is_running).count() == 1 {
+            return Chosen { over_stall, ..Chosen::unpaced(Mode::Unpaced, &self.base) };
+        }
         if self.is_left_to_vllm() {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
         }
@@ -482,16 +494,28 @@ impl Pacing {
         {
             return Chosen { share, ..chosen };
         }
-        // The sooner those who hold blocks are through, the sooner others come in.
         let is_blocked = prompts.iter().any(|it| !it.may_run);
+        let is_crowding = self.demand.largest_part > CROWDING;
         let mut owed = self.owed;
         self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
         let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
-        let is_in_hurry = is_blocked || order.iter().any(|&it| is_ordinary(&prompts[it]));
+        let is_in_hurry =
+            is_blocked || is_crowding || order.iter().any(|&it| is_ordinary(&prompts[it]));
         if !is_in_hurry && owed_s > 0.0 && share < 1.0 {
             return Chosen { share, ..self.decodes_alone() };
         }
         Chosen { share, over_stall, ..self.chunk(scheduler, &order, size) }
+    }
+
+    /// For whom steps are full while somebody waits for blocks beside prompts that run: the sooner
+    /// these are through, the sooner others come in.
+    fn for_who_lacks_blocks(&self) -> Option<OverStall> {
+        let (last, before) = self.demand.prompts.split_last()?;
+        if !self.demand.lacks_blocks || !before.iter().any(|it| it.is_running) {
+            return None;
+        }
+        let is_ordinary = self.is_within_stall(last.num_missing.into(), attention_of(last));
+        Some(if is_ordinary { OverStall::Ordinary } else { OverStall::Long })
     }
 
     /// Whether all prompts are ordinary, and a step within the stall holds them, or far more wait.
@@ -549,21 +573,28 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least, ordinary ones above all. A full step, for
-    /// the long ones, where many ordinary ones are to come while vLLM would be busy, and none that is
-    /// there comes late by it. Then the shares of the time that both need, and for whom it exceeds the
-    /// bound.
+    /// met, or else the one with which they are missed least, ordinary ones above all. Where vLLM would
+    /// be idle, ordinary ones that come during a large one would be late, so what is to come asks for
+    /// none. A full step if somebody waits for blocks, or, for the long ones, if many ordinary ones are
+    /// to come while vLLM would be busy, and none that is there comes late by it. Then the shares of the
+    /// time that both need, and for whom it exceeds the bound.
     fn least_chunk(
         &self,
         order: &[usize],
         left_s: &[f64],
         chunks: &[(f64, f64)],
     ) -> (usize, (f64, f64), Option<OverStall>) {
-        let needed = |size: usize| self.needed_shares(order, left_s, size, chunks[size]);
+        let to_come = (self.to_come.of_ordinary - FEW).max(0.0);
+        let (busy_s, reserve) = (self.busy_s(), 1.0 / self.to_come.left());
+        let counted = if to_come > 0.0 && busy_s <= 0.0 { 1.0 } else { reserve };
+        let needed = |size: usize| {
+            let (of_ordinary, of_long) = self.needed_shares(order, left_s, size, chunks[size]);
+            (of_ordinary, of_long * counted)
+        };
         let bounded = self.within_bound(|size| chunks[size].0);
         let (mut best, (mut ordinary, mut long)) = (bounded, needed(bounded));
         let largest = self.ladder.largest();
-        let reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
+        let mut reason = if ordinary > 1.0 { OverStall::Ordinary } else { OverStall::Long };
         for size in bounded + 1..=largest {
             if ordinary.max(long) <= 1.0 {
                 break;
@@ -575,16 +606,16 @@ impl Pacing {
                 (best, ordinary, long) = (size, of_ordinary, of_long);
             }
         }
-        let of_ordinary = (self.to_come.of_ordinary - FEW).max(0.0);
-        let is_crowded = long * of_ordinary * self.busy_s() > CROWDED * chunks[largest].0;
-        if is_crowded && needed(largest).0 <= 1.0 {
-            best = largest;
+        let is_crowded = long * to_come * busy_s > CROWDED * chunks[largest].0;
+        let for_waiting = self.for_who_lacks_blocks();
+        if (is_crowded || for_waiting.is_some()) && needed(largest).0 <= 1.0 {
+            (best, reason) = (largest, for_waiting.unwrap_or(reason));
         }
-        (best, (ordinary, long), (best > bounded).then_some(reason))
+        (best, (ordinary, long / counted * reserve), (best > bounded).then_some(reason))
     }
 
     /// The share of the time with which the deadlines of ordinary prompts, and those of long ones,
-    /// can be met by chunks of a size.
+    /// can be met by chunks of a size, if nobody else comes.
     fn needed_shares(
         &self,
         order: &[usize],
@@ -602,7 +633,7 @@ impl Pacing {
                 let end_s = (sum_s / (1.0 - part_of_long).max(LEAST)).max(step_s);
                 of_ordinary = of_ordinary.max(end_s / left_s.max(LEAST));
             } else {
-                of_long = of_long.max(sum_s / self.to_come.left() / left_s.max(LEAST));
+                of_long = of_long.max(sum_s / left_s.max(LEAST));
             }
         }
         (of_ordinary, of_long)

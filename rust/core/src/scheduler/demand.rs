@@ -41,6 +41,10 @@ pub struct Demand {
     pub prompts: Vec<Prompt>,
     /// `throttle_prefills` would hold prompts back.
     pub can_throttle: bool,
+    /// The last of them waits for blocks.
+    pub lacks_blocks: bool,
+    /// The part of all blocks that the largest prompt needs which runs.
+    pub largest_part: f64,
 }
 
 /// What a step that was decided on holds.
@@ -67,7 +71,7 @@ impl Scheduler {
 
     /// Looks what the requests ask of the next step.
     pub fn survey(&mut self, demand: &mut Demand) {
-        demand.num_decode_tokens = 0;
+        (demand.num_decode_tokens, demand.lacks_blocks) = (0, false);
         demand.prompts.clear();
         demand.can_throttle = !self.prefill_capacity_bound;
         // Where a release doesn't count the adapters of prompts that are held back, one more could
@@ -93,6 +97,9 @@ impl Scheduler {
             }
         }
         self.had_prompts = !demand.prompts.is_empty();
+        let num_tokens = demand.prompts.iter().map(|it| it.num_computed + it.num_missing).max();
+        let num_blocks = num_tokens.map_or(0, |it| self.kv_cache.num_admission_blocks(it));
+        demand.largest_part = f64::from(num_blocks) / f64::from(self.config.num_blocks);
         self.survey_waiting(demand);
     }
 
@@ -131,6 +138,7 @@ impl Scheduler {
                 promise: request.promise,
             });
             if !has_room {
+                demand.lacks_blocks = num_blocks > num_free;
                 break;
             }
             num_free -= num_blocks;
