@@ -2,7 +2,8 @@
 
 All servers of a comparison are started, on one GPU if its memory allows. Each point is warmed up on
 each of them until no kernel is compiled any more, and then measured in rounds: a round of one
-server follows a round of the other, so that what changes with time changes both.
+server follows a round of the other, so that what changes with time changes both. A round in which
+a kernel was compiled doesn't count, and is repeated.
 
     python -m bench.serving CASE --out DIR [--model NAME] [--sides A,B] [--points TEXT,...]
         [--rounds N] [--gpus 0,1] [--one-at-a-time] [--minutes M] [--set NAME=VALUE]...
@@ -41,6 +42,8 @@ CLIENT = "client"
 AT_ONCE = 128
 """Requests under way while it is measured what a server sustains."""
 MOST_WARM_UPS = 6
+MOST_REPEATED = 3
+"""Rounds that follow for those in which a kernel was compiled: these don't count."""
 WITHOUT_WEIGHTS = "none"
 FAILURES = (RequestError, ServerError, OSError, httpx.HTTPError, TimeoutError)
 WAIT_S = 600.0
@@ -201,14 +204,17 @@ class _Run:
             point[CLIENT] = point[CLIENT] | {"request-rate": f"{rate:.4g}"}
         for server in servers:
             self._warm_up(server, point)
-        longest_s = 0.0
-        for number in range(self.case.rounds):
+        longest_s, num_left = 0.0, {it.side.name: self.case.rounds for it in servers}
+        for number in range(self.case.rounds + MOST_REPEATED):
             for server in in_turn(servers, number):
+                if num_left[server.side.name] == 0:
+                    continue
                 self._check_time(longest_s)
                 start = time.monotonic()
                 metrics = self._round(server, point, number, is_warm_up=False)
                 longest_s = max(longest_s, time.monotonic() - start)
                 self._write(name, server, number, metrics)
+                num_left[server.side.name] -= not metrics["compiled"]
 
     def _write(self, name: str, server: Server, number: int, metrics: dict[str, float]) -> None:
         model = server.model

@@ -4,8 +4,10 @@ import gzip
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_server
@@ -13,7 +15,9 @@ import pytest
 
 from bench.cpu import Threads
 from bench.models import Model
+from bench.results import Results
 from bench.serving import agents, experts, mixed, tenants, vllm_client
+from bench.serving.__main__ import LOADS, Case, _Run
 from bench.serving.client import RequestError, percentiles
 from bench.serving.servers import Server
 from bench.sides import Side
@@ -28,7 +32,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     with fake_server.serving() as port:
         launched = Launched(f"http://127.0.0.1:{port}", tmp_path / "log", process, "m")
         model = Model("m", tmp_path, CONFIG, has_dummy_weights=True)
-        yield Server(Side("vllm"), model, launched, tmp_path, {})
+        yield Server(Side("vllm"), model, launched, tmp_path, {"SPARKSCHED_BENCH_FILLER": "bench"})
     process.kill()
     process.wait()
 
@@ -41,6 +45,25 @@ def test_a_long_prompt_beside_streams(server: Server) -> None:
     assert found["gap_ms_max"] >= found["gap_ms_p50"] > 0
     with pytest.raises(RequestError, match="stream_tokens"):
         mixed.measure(server, point | {"stream_tokens": 10}, 1)
+
+
+def test_a_round_in_which_a_kernel_was_compiled_is_repeated(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def measure(server: Server, point: dict[str, Any], seed: int) -> dict[str, float]:
+        seen.append(seed)
+        (server.folder / "compiled").write_text("kernel\n" * (len(seen) > 2))
+        return {"seconds": 1.0}
+
+    monkeypatch.setitem(LOADS, "made up", SimpleNamespace(measure=measure))
+    point = {"name": "1", "load": "made up"}
+    case = Case("case", "", "m", ["vllm"], [point], rounds=2)
+    run = _Run(case, Results(None, "case", model="m"), Namespace(minutes=1.0))
+    run.measure([server])
+    compiled = [it["value"] for it in run.results.rows if it["metric"] == "compiled"]
+    assert compiled == ["0", "1", "0"]
 
 
 def test_what_a_server_refuses_is_told(server: Server) -> None:
