@@ -3,7 +3,7 @@
 All servers of a comparison are started, on one GPU if its memory allows. Each point is warmed up on
 each of them until no kernel is compiled any more, and then measured in rounds: a round of one
 server follows a round of the other, so that what changes with time changes both. A round in which
-a kernel was compiled doesn't count, and is repeated.
+a kernel was compiled doesn't count, and is repeated, three times at most.
 
     python -m bench.serving CASE --out DIR [--model NAME] [--sides A,B] [--points TEXT,...]
         [--rounds N] [--gpus 0,1] [--one-at-a-time] [--minutes M] [--set NAME=VALUE]...
@@ -43,7 +43,7 @@ AT_ONCE = 128
 """Requests under way while it is measured what a server sustains."""
 MOST_WARM_UPS = 6
 MOST_REPEATED = 3
-"""Rounds that follow for those in which a kernel was compiled: these don't count."""
+"""So many rounds may follow, in place of those in which a kernel was compiled."""
 WITHOUT_WEIGHTS = "none"
 FAILURES = (RequestError, ServerError, OSError, httpx.HTTPError, TimeoutError)
 WAIT_S = 600.0
@@ -215,6 +215,9 @@ class _Run:
                 longest_s = max(longest_s, time.monotonic() - start)
                 self._write(name, server, number, metrics)
                 num_left[server.side.name] -= not metrics["compiled"]
+        for side, num in num_left.items():
+            if num:
+                print(f"{name}, {side}: {num} rounds too few: kernels were compiled", flush=True)
 
     def _write(self, name: str, server: Server, number: int, metrics: dict[str, float]) -> None:
         model = server.model

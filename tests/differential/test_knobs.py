@@ -45,6 +45,6 @@ def test_what_paces_prompts_is_verified(name: str) -> None:
     for seed in range(6):
         run_scenario(name, seed, NUM_STEPS, paced_scheduler_class)
     paced = [scheduler.pacing() for scheduler in built]
-    # Of a small cache prompts need too much for steps of decodes alone.
+    # In a small cache a prompt needs more than a third of the blocks: no decode-only steps follow.
     chosen = ("num_decode_steps", "num_over_for_ordinary", "num_over_for_long")
     assert sum(it[name] for it in paced if it is not None for name in chosen) > 0

@@ -405,9 +405,10 @@ impl KvCacheManager {
         self.cache_blocks(request, num_tokens.min(request.num_tokens() as u32));
     }
 
-    /// Blocks that `num_tokens` need of all groups.
+    /// Blocks that `num_tokens` need of all groups, but those of states: few are kept at a time.
     pub(crate) fn num_admission_blocks(&self, num_tokens: u32) -> u32 {
-        self.groups.iter().map(|it| it.num_admission_blocks(num_tokens)).sum()
+        let groups = self.groups.iter().filter(|it| !it.config.is_state());
+        groups.map(|it| it.num_admission_blocks(num_tokens)).sum()
     }
 
     /// Blocks that a request in the middle of its prompt still has to get for `num_tokens`.

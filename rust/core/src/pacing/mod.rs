@@ -19,9 +19,9 @@
 //! then; who comes while it would be idle has no time. So where many ordinary prompts come, long ones
 //! are computed in full steps before it is idle.
 //!
-//! Who waits for KV blocks gets them sooner if those who hold them are through sooner: steps are full
-//! while somebody does, and a prompt that needs much of the cache has no steps of decodes between its
-//! chunks.
+//! A request that waits for KV blocks gets them sooner if the prompts that hold them end sooner. So
+//! while one waits, chunks are full steps unless that makes an ordinary prompt late, and while a prompt
+//! runs that needs much of the cache, no steps of decodes alone follow chunks.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
 //! ordinary and fit into one step, and where they are ordinary and so many that small steps would
@@ -205,8 +205,8 @@ const CROWDED: f64 = 0.5;
 /// Ordinary prompts that need this part of the time to their deadlines are let in ahead of a long one.
 const URGENT: f64 = 0.7;
 
-/// A prompt that needs more than this part of all blocks goes on without steps of decodes alone: others
-/// may soon wait for its blocks.
+/// While a prompt runs that needs more than this part of all blocks, no steps of decodes alone follow
+/// chunks: others may soon wait for its blocks.
 const CROWDING: f64 = 1.0 / 3.0;
 
 /// The least part of a chunk, and the least time in seconds, that are counted with.
@@ -573,11 +573,11 @@ impl Pacing {
     }
 
     /// The smallest chunk, from the one within the bound upward, with which all deadlines can be
-    /// met, or else the one with which they are missed least, ordinary ones above all. Where vLLM would
-    /// be idle, ordinary ones that come during a large one would be late, so what is to come asks for
-    /// none. A full step if somebody waits for blocks, or, for the long ones, if many ordinary ones are
-    /// to come while vLLM would be busy, and none that is there comes late by it. Then the shares of the
-    /// time that both need, and for whom it exceeds the bound.
+    /// met, or else the one with which they are missed least, ordinary ones above all. Ordinary ones that
+    /// come during a large one while vLLM would be idle would be late, so then the reserve for them
+    /// enlarges no chunk. A full step if somebody waits for blocks, or if many ordinary ones are to come
+    /// while vLLM would be busy, unless one that is there comes late by it. Then the shares of the time
+    /// that both kinds need, and for whom it exceeds the bound.
     fn least_chunk(
         &self,
         order: &[usize],

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::{Mode, PacedStep};
 use crate::promise::{LateBy, Promise};
 
-/// For whose deadline a step is larger than what the stall allows.
+/// For whom a step is larger than what the stall allows: for a deadline, or for who waits for blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OverStall {
     /// An ordinary prompt's.

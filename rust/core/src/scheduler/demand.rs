@@ -41,9 +41,9 @@ pub struct Demand {
     pub prompts: Vec<Prompt>,
     /// `throttle_prefills` would hold prompts back.
     pub can_throttle: bool,
-    /// The last of them waits for blocks.
+    /// The last of these prompts waits for blocks.
     pub lacks_blocks: bool,
-    /// The part of all blocks that the largest prompt needs which runs.
+    /// The part of all blocks that the largest running prompt needs.
     pub largest_part: f64,
 }
 
