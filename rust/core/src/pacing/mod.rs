@@ -474,9 +474,10 @@ impl Pacing {
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
             return Chosen::unpaced(Mode::Unpaced, &self.base);
         }
-        let over_stall = self.for_who_lacks_blocks();
-        if over_stall.is_some() && prompts.iter().filter(|it| it.is_running).count() == 1 {
-            return Chosen { over_stall, ..Chosen::unpaced(Mode::Unpaced, &self.base) };
+        let for_waiting = self.for_who_lacks_blocks();
+        if for_waiting.is_some() && prompts.iter().filter(|it| it.is_running).count() == 1 {
+            let unpaced = Chosen::unpaced(Mode::Unpaced, &self.base);
+            return Chosen { over_stall: for_waiting, ..unpaced };
         }
         if self.is_left_to_vllm() {
             return Chosen::unpaced(Mode::Ordinary, &self.base);
@@ -485,7 +486,8 @@ impl Pacing {
         let order = self.order(&left_s);
         let sizes = 0..=self.ladder.largest();
         let chunks: Vec<_> = sizes.map(|size| self.chunk_in_order(&order, size)).collect();
-        let (size, (of_ordinary, of_long), over_stall) = self.least_chunk(&order, &left_s, &chunks);
+        let (size, (of_ordinary, of_long), over_stall) =
+            self.least_chunk(&order, &left_s, &chunks, for_waiting);
         let share = of_ordinary.max(of_long);
         let (chunk_s, part_of_long) = chunks[size];
         if of_ordinary > URGENT
@@ -583,6 +585,7 @@ impl Pacing {
         order: &[usize],
         left_s: &[f64],
         chunks: &[(f64, f64)],
+        for_waiting: Option<OverStall>,
     ) -> (usize, (f64, f64), Option<OverStall>) {
         let to_come = (self.to_come.of_ordinary - FEW).max(0.0);
         let (busy_s, reserve) = (self.busy_s(), 1.0 / self.to_come.left());
@@ -607,7 +610,6 @@ impl Pacing {
             }
         }
         let is_crowded = long * to_come * busy_s > CROWDED * chunks[largest].0;
-        let for_waiting = self.for_who_lacks_blocks();
         if (is_crowded || for_waiting.is_some()) && needed(largest).0 <= 1.0 {
             (best, reason) = (largest, for_waiting.unwrap_or(reason));
         }
