@@ -657,12 +657,13 @@ fn scale() -> (&'static [Device], u64, f64) {
     }
 }
 
-/// Lives at a load, together: parts of them that came too late.
-fn lives_at(load: f64, change: impl Fn(&mut Case)) -> Tally {
+/// Lives at a load, together, so many times as many as [`scale`] says: parts of them that came too
+/// late.
+fn lives_at(load: f64, times: u64, change: impl Fn(&mut Case)) -> Tally {
     let mut sum = Tally::default();
     let (devices, num_seeds, until) = scale();
     for &device in devices {
-        for seed in 0..num_seeds {
+        for seed in 0..times * num_seeds {
             let mut case = mixture(device, load, seed, until);
             change(&mut case);
             let pair = Pair::new(case);
@@ -688,8 +689,8 @@ fn promises_are_kept_whatever_comes() {
     let is_full = scale().1 > 1;
     // No long prompt may be late. Of a thousand ordinary ones so many may be, in many lives; in few lives
     // none up to 70 %, and three above.
-    for (load, most_ordinary) in [(0.1, 1), (0.5, 1), (0.7, 1), (0.85, 2), (1.2, 3)] {
-        let late = lives_at(load, |_| {});
+    for (load, most_ordinary) in [(0.1, 1), (0.5, 1), (0.7, 1), (0.85, 2), (1.2, 2)] {
+        let late = lives_at(load, 1, |_| {});
         println!("at {load}: {late:?}");
         let most_ordinary = match is_full {
             true => most_ordinary * late.num_ordinary / 1_000,
@@ -706,7 +707,7 @@ fn promises_are_kept_whatever_comes() {
 #[test]
 fn a_wrong_model_is_mended() {
     for slower in [0.8, 1.2] {
-        let late = lives_at(0.5, |case| case.device.slower = slower);
+        let late = lives_at(0.5, 1, |case| case.device.slower = slower);
         println!("{slower}: {late:?}");
         assert!(late.long_late <= (late.num_long / 50).max(1), "{slower}: {late:?}");
     }
@@ -715,10 +716,10 @@ fn a_wrong_model_is_mended() {
 /// Where blocks are few, nobody loses more of them than with vLLM.
 #[test]
 fn a_small_cache_is_no_reason_to_preempt() {
-    // Streams without end would take all blocks.
-    let late = lives_at(0.4, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
+    // Streams without end would take all blocks. Preemptions are few: a tenth of them shows in many lives.
+    let late = lives_at(0.4, 2, |case| (case.num_blocks, case.num_streams) = (8_000, 0));
     println!("{late:?}");
-    assert!(100 * late.ordinary_late <= late.num_ordinary, "{late:?}");
+    assert!(250 * late.ordinary_late <= late.num_ordinary, "{late:?}");
     assert_eq!(late.long_late, 0, "{late:?}");
     let [paced, stock] = late.num_preempted;
     assert!(10 * paced <= 11 * stock, "{late:?}");

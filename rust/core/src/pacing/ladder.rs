@@ -27,7 +27,6 @@ const MARGIN_STEP: f64 = 0.05;
 /// The sizes, and what is known of them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ladder {
-    sizes: Vec<u32>,
     times: PromptTimes,
     /// How many times as long as expected a chunk may take, with some confidence.
     margin: f64,
@@ -42,22 +41,21 @@ impl Ladder {
         sizes.sort_unstable();
         sizes.drain(..sizes.len().saturating_sub(NUM_SIZES));
         let num_in_graphs = sizes.partition_point(|&it| it <= max_graph_tokens);
-        let times = PromptTimes::new(&sizes, num_in_graphs);
-        Self { sizes, times, margin: 1.05 }
+        Self { times: PromptTimes::new(sizes, num_in_graphs), margin: 1.05 }
     }
 
     pub(super) fn sizes(&self) -> &[u32] {
-        &self.sizes
+        &self.times.most_tokens
     }
 
     pub(super) fn largest(&self) -> usize {
-        self.sizes.len() - 1
+        self.sizes().len() - 1
     }
 
     /// The first size that has room for prompts beside so many tokens of decodes.
     pub(super) fn first_above(&self, num_decode_tokens: u32) -> Option<usize> {
         let least = if num_decode_tokens == 0 { 1 } else { num_decode_tokens + LEAST_ROOM };
-        self.sizes.iter().position(|&it| it >= least)
+        self.sizes().iter().position(|&it| it >= least)
     }
 
     /// What a step with so many tokens of prompts takes beyond its decodes, in seconds; `None` if

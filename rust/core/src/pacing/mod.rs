@@ -20,12 +20,12 @@
 //! are computed in full steps before it is idle.
 //!
 //! A request that waits for KV blocks gets them sooner if the prompts that hold them end sooner. So
-//! while one waits, chunks are full steps unless that makes an ordinary prompt late, and while a prompt
+//! while one waits, chunks are full steps unless that makes an ordinary prompt late. While a prompt
 //! runs that needs much of the cache, no steps of decodes alone follow chunks.
 //!
 //! Each decision is vLLM's where nobody generates, where no prompt is there, where all prompts are
-//! ordinary and fit into one step, and where they are ordinary and so many that small steps would
-//! keep the last ones waiting.
+//! ordinary and fit into one step, where they are ordinary and so many that small steps would keep the
+//! last ones waiting, and where somebody waits for the blocks of a prompt that needs much of the cache.
 //!
 //! An order holds for one step and only where no request can lose its blocks in it, so that those
 //! who do are vLLM's victims. Under the priority policy the order is vLLM's.
@@ -43,7 +43,7 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use self::ladder::Ladder;
 use self::report::Reporter;
 use self::step_times::DecodeTimes;
-use self::virtual_server::{FullSteps, VirtualServer};
+use self::virtual_server::{VirtualServer, attention_of};
 use crate::config::StepKnobs;
 use crate::promise::{LateBy, Promise};
 use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
@@ -129,16 +129,6 @@ struct InFlight {
     promises: Vec<Promise>,
 }
 
-/// Steps with prompts that follow each other. While one is launched the host may be too busy to
-/// look at the one before it, so only their sum is known.
-#[derive(Clone, Debug, Default)]
-struct Chain {
-    /// Of each: its tokens of prompts, and what they attend to.
-    steps: Vec<(f64, f64)>,
-    /// What they took together beyond their decodes, in seconds.
-    extra_s: f64,
-}
-
 /// Chooses the knobs of each step.
 #[derive(Clone, Debug, Default)]
 pub struct Pacing {
@@ -158,7 +148,11 @@ pub struct Pacing {
     /// For the step that is being decided on.
     chosen: Chosen,
     in_flight: VecDeque<InFlight>,
-    chain: Chain,
+    /// Steps with prompts that follow each other: tokens of these, and what they attend to. While one
+    /// is launched the host may be too busy to look at the one before it, so only their sum is known.
+    chain: Vec<(f64, f64)>,
+    /// What these took together beyond their decodes, in seconds.
+    chain_s: f64,
     next_number: u64,
     /// When the device had nothing else to do.
     free_at: f64,
@@ -206,7 +200,7 @@ const CROWDED: f64 = 0.5;
 const URGENT: f64 = 0.7;
 
 /// While a prompt runs that needs more than this part of all blocks, no steps of decodes alone follow
-/// chunks: others may soon wait for its blocks.
+/// chunks, for others may soon wait for its blocks; while they do, each decision is vLLM's.
 const CROWDING: f64 = 1.0 / 3.0;
 
 /// The least part of a chunk, and the least time in seconds, that are counted with.
@@ -295,7 +289,7 @@ impl Pacing {
     /// Takes in what so many tokens of prompts add to a step, in seconds: what a warm-up finds out,
     /// where there is no device.
     pub fn learn_size(&mut self, num_tokens: u32, extra_s: f64) {
-        let attention = 0.5 * f64::from(num_tokens).powi(2);
+        let attention = attention_of(0.0, num_tokens.into());
         self.ladder.note(num_tokens.into(), extra_s, attention, self.settings.max_stall_s);
     }
 
@@ -333,8 +327,7 @@ impl Pacing {
         if self.demand.prompts.is_empty() {
             return;
         }
-        let decode_s = self.decode_times.predict(self.demand.num_decode_tokens);
-        self.decode_s = decode_s.unwrap_or(0.0);
+        self.decode_s = self.decode_times.predict(self.demand.num_decode_tokens);
         let end_of =
             |free_at: f64, it: &InFlight| free_at.max(it.launched_at) + it.step.predicted_s;
         self.start = self.in_flight.iter().fold(self.free_at, end_of).max(now);
@@ -351,7 +344,8 @@ impl Pacing {
             let left = prompts.iter().filter(|it| it.may_run && !is_new(it));
             let (tokens, attention) = sum_of(left);
             let left_s = if tokens > 0.0 { self.full_work_s(tokens, attention) } else { 0.0 };
-            self.virtual_server.limit(self.start + left_s);
+            // It is through by then: what is really left would be.
+            self.virtual_server.end = self.virtual_server.end.min(self.start + left_s);
             for prompt in prompts.iter_mut().filter(|it| is_new(it)) {
                 let promise = self.promise(prompt, now);
                 scheduler.set_promise(prompt.index, promise);
@@ -361,54 +355,55 @@ impl Pacing {
         self.demand.prompts = prompts;
     }
 
-    fn full_steps(&self) -> FullSteps<'_> {
+    /// Tokens of prompts that vLLM's steps hold: as many as are configured.
+    fn full_room(&self) -> f64 {
         let budget = self.base.max_num_scheduled_tokens;
-        let room = budget.saturating_sub(self.demand.num_decode_tokens).max(budget.div_ceil(8));
-        let (decode_s, unknown_s) = (self.decode_s, self.settings.max_stall_s);
-        FullSteps { ladder: &self.ladder, decode_s, room: room.into(), unknown_s }
+        budget.saturating_sub(self.demand.num_decode_tokens).max(budget.div_ceil(8)).into()
     }
 
-    /// What full steps take for so many tokens, in seconds; `attention` is each times what it
-    /// attends to.
+    /// What a step takes that holds so many tokens of prompts, in seconds; `attention` is each times
+    /// what it attends to. Those of decodes cost what they do alone.
+    fn step_s(&self, num_tokens: f64, attention: f64) -> f64 {
+        let extra_s = self.ladder.extra_s(num_tokens, attention);
+        self.decode_s + extra_s.unwrap_or(self.settings.max_stall_s)
+    }
+
+    /// What full steps take for so many tokens, in seconds.
     fn full_work_s(&self, num_tokens: f64, attention: f64) -> f64 {
-        let price = self.full_steps();
-        let num_steps = (num_tokens / price.room).max(1.0);
-        num_steps * price.step_s(num_tokens / num_steps, attention / num_steps)
+        let num_steps = (num_tokens / self.full_room()).max(1.0);
+        num_steps * self.step_s(num_tokens / num_steps, attention / num_steps)
     }
 
     fn promise(&mut self, prompt: &Prompt, now: f64) -> Promise {
-        let Prompt { num_missing, num_computed, .. } = *prompt;
+        let (tokens, attention) = sum_of([prompt]);
         let mut server = self.virtual_server;
-        let end = server.arrive(now, num_missing, num_computed, &self.full_steps());
+        let what = (prompt.num_missing, prompt.num_computed);
+        let end = server.arrive(now, what, self.full_room(), |it, of| self.step_s(it, of));
         self.virtual_server = server;
-        let is_ordinary = match prompt.promise {
-            Some(before) => before.is_ordinary,
-            None => self.is_within_stall(num_missing.into(), attention_of(prompt)),
-        };
-        let work_s = self.full_work_s(num_missing.into(), attention_of(prompt));
-        if prompt.promise.is_none() {
-            let own_chunk_s = |size| self.chunk_time_s(size, 0.5 * self.room(size));
-            let chunks_s = self.work_s(prompt, self.within_bound(own_chunk_s));
-            self.to_come.arrive(chunks_s.min(DEARER * work_s), is_ordinary);
-        }
-        Promise {
-            arrived_at: prompt.promise.map_or(now, |it| it.arrived_at),
+        let first = Promise {
+            arrived_at: now,
             since: now,
             virtual_s: end - now,
-            num_tokens: num_missing.into(),
-            attention: attention_of(prompt),
-            work_s,
-            is_ordinary,
+            num_tokens: tokens,
+            attention,
+            work_s: self.full_work_s(tokens, attention),
+            is_ordinary: self.is_within_stall(tokens, attention),
             is_void: false,
-            late_by: prompt.promise.map_or(LateBy::Steps, |it| it.late_by),
+            late_by: LateBy::Steps,
+        };
+        if let Some(Promise { arrived_at, is_ordinary, late_by, .. }) = prompt.promise {
+            return Promise { arrived_at, is_ordinary, late_by, ..first };
         }
+        let own_chunk_s = |size| self.chunk_s(size, attention_of(0.0, self.room(size)));
+        let chunks_s = self.work_s(prompt, self.within_bound(own_chunk_s));
+        self.to_come.arrive(chunks_s.min(DEARER * first.work_s), first.is_ordinary);
+        first
     }
 
     /// Whether a step with so many tokens of prompts stays within the stall.
     fn is_within_stall(&self, num_tokens: f64, attention: f64) -> bool {
-        let price = self.full_steps();
-        let step_s = price.step_s(num_tokens, attention);
-        num_tokens <= price.room && step_s <= self.settings.max_stall_s
+        let step_s = self.step_s(num_tokens, attention);
+        num_tokens <= self.full_room() && step_s <= self.settings.max_stall_s
     }
 
     /// When a prompt is to be through, at the speed that is known by now.
@@ -438,10 +433,9 @@ impl Pacing {
         first.unwrap_or(self.ladder.largest())
     }
 
-    /// What a chunk of a size takes that attends to `context` tokens, in seconds.
-    fn chunk_time_s(&self, size: usize, context: f64) -> f64 {
-        let extra_s = self.ladder.extra_s(self.room(size), self.room(size) * context);
-        self.decode_s + extra_s.unwrap_or(self.settings.max_stall_s)
+    /// What a chunk of a size takes, in seconds.
+    fn chunk_s(&self, size: usize, attention: f64) -> f64 {
+        self.step_s(self.room(size), attention)
     }
 
     /// Tokens of prompts in a chunk of a size.
@@ -456,8 +450,9 @@ impl Pacing {
 
     /// What is left of a prompt, in seconds of chunks of a size.
     fn work_s(&self, prompt: &Prompt, size: usize) -> f64 {
-        let num_chunks = f64::from(prompt.num_missing) / self.room(size);
-        num_chunks * self.chunk_time_s(size, middle_of(prompt))
+        let (tokens, attention) = sum_of([prompt]);
+        let num_chunks = tokens / self.room(size);
+        num_chunks * self.chunk_s(size, attention / num_chunks)
     }
 
     fn choice(&mut self, scheduler: &Scheduler) -> Chosen {
@@ -475,7 +470,8 @@ impl Pacing {
             return Chosen::unpaced(Mode::Unpaced, &self.base);
         }
         let for_waiting = self.for_who_lacks_blocks();
-        if for_waiting.is_some() && prompts.iter().filter(|it| it.is_running).count() == 1 {
+        let is_crowding = self.demand.largest_part > CROWDING;
+        if is_crowding && for_waiting.is_some() {
             let unpaced = Chosen::unpaced(Mode::Unpaced, &self.base);
             return Chosen { over_stall: for_waiting, ..unpaced };
         }
@@ -497,7 +493,6 @@ impl Pacing {
             return Chosen { share, ..chosen };
         }
         let is_blocked = prompts.iter().any(|it| !it.may_run);
-        let is_crowding = self.demand.largest_part > CROWDING;
         let mut owed = self.owed;
         self.in_flight.iter().for_each(|it| owed.note(&it.step, it.step.predicted_s));
         let owed_s = owed.chunk_s * (1.0 - share) / share.max(1e-6) - owed.since_s;
@@ -516,7 +511,8 @@ impl Pacing {
         if !self.demand.lacks_blocks || !before.iter().any(|it| it.is_running) {
             return None;
         }
-        let is_ordinary = self.is_within_stall(last.num_missing.into(), attention_of(last));
+        let (tokens, attention) = sum_of([last]);
+        let is_ordinary = self.is_within_stall(tokens, attention);
         Some(if is_ordinary { OverStall::Ordinary } else { OverStall::Long })
     }
 
@@ -527,7 +523,7 @@ impl Pacing {
             return false;
         }
         // What is not known to stay outside counts.
-        let (tokens, attention) = sum_of(prompts.iter());
+        let (tokens, attention) = sum_of(prompts);
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
         fits(1.0) || !fits(ORDINARY_STEPS)
     }
@@ -542,7 +538,7 @@ impl Pacing {
         // Whoever is in it: the dearest decides.
         let computed = prompts.iter().filter(|it| it.may_run).map(|it| it.num_computed);
         let context = f64::from(computed.max().unwrap_or(0));
-        let dearest_s = |size| self.chunk_time_s(size, context + 0.5 * self.room(size));
+        let dearest_s = |size| self.chunk_s(size, attention_of(context, self.room(size)));
         let size = self.within_bound(dearest_s);
         let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, size)).collect();
         let left_s: Vec<f64> = left_s.iter().map(|it| self.to_come.left() * it).collect();
@@ -560,11 +556,6 @@ impl Pacing {
         let largest = self.ladder.largest();
         let work: Vec<f64> = prompts.iter().map(|it| self.work_s(it, largest)).collect();
         shortest_first(order, &work, &left_s)
-    }
-
-    /// How long vLLM would still be busy with those who have come, without pacing, in seconds.
-    fn busy_s(&self) -> f64 {
-        self.virtual_server.end() - self.start
     }
 
     /// The time to a prompt's deadline.
@@ -588,7 +579,7 @@ impl Pacing {
         for_waiting: Option<OverStall>,
     ) -> (usize, (f64, f64), Option<OverStall>) {
         let to_come = (self.to_come.of_ordinary - FEW).max(0.0);
-        let (busy_s, reserve) = (self.busy_s(), 1.0 / self.to_come.left());
+        let (busy_s, reserve) = (self.virtual_server.end - self.start, 1.0 / self.to_come.left());
         let counted = if to_come > 0.0 && busy_s <= 0.0 { 1.0 } else { reserve };
         let needed = |size: usize| {
             let (of_ordinary, of_long) = self.needed_shares(order, left_s, size, chunks[size]);
@@ -650,13 +641,12 @@ impl Pacing {
         for prompt in self.as_vllm_looks(order) {
             let part = prompt.num_missing.min(level).min(left);
             left -= part;
-            attention += f64::from(part) * (f64::from(prompt.num_computed) + 0.5 * f64::from(part));
+            attention += attention_of(prompt.num_computed.into(), part.into());
             if level < u32::MAX && prompt.is_running && !is_ordinary(prompt) {
                 of_long += part;
             }
         }
-        let capacity = f64::from(capacity);
-        (self.chunk_time_s(size, attention / capacity), f64::from(of_long) / capacity)
+        (self.chunk_s(size, attention), f64::from(of_long) / f64::from(capacity))
     }
 
     /// A step of decodes that lets ordinary prompts in, so that they go before a long one that runs. Of
@@ -777,7 +767,11 @@ impl Pacing {
         } else {
             scheduler.step_load()
         };
-        self.note_progress(&load);
+        if load.num_prompt_tokens > 0 || self.chosen.mode == Mode::Unpaced {
+            self.num_fruitless = 0;
+        } else if self.chosen.mode == Mode::Chunk {
+            self.num_fruitless += 1;
+        }
         if load.num_tokens == 0 {
             return None;
         }
@@ -787,7 +781,7 @@ impl Pacing {
         }
         let decode_s = match load.num_decode_tokens {
             0 => 0.0,
-            num_tokens => self.decode_times.predict(num_tokens).unwrap_or(0.0),
+            num_tokens => self.decode_times.predict(num_tokens),
         };
         let mut step = PacedStep {
             number: self.next_number,
@@ -805,14 +799,6 @@ impl Pacing {
         let number = step.number;
         self.in_flight.push_back(InFlight { step, decode_s, launched_at: now, promises });
         Some(number)
-    }
-
-    fn note_progress(&mut self, load: &StepLoad) {
-        if load.num_prompt_tokens > 0 || self.chosen.mode == Mode::Unpaced {
-            self.num_fruitless = 0;
-        } else if self.chosen.mode == Mode::Chunk {
-            self.num_fruitless += 1;
-        }
     }
 
     /// Takes in that a step has come back at `now`, in seconds; returns what it was, and who came
@@ -856,25 +842,23 @@ impl Pacing {
         if step.chosen.mode == Mode::WarmUp && !self.ladder.sizes().contains(&num_tokens) {
             return;
         }
-        self.chain.steps.push((num_prompt_tokens.into(), prompt_attention));
-        self.chain.extra_s += step.time_s - decode_s;
+        self.chain.push((num_prompt_tokens.into(), prompt_attention));
+        self.chain_s += step.time_s - decode_s;
         // While warming up the host has nothing else to do.
         let goes_on = step.chosen.mode != Mode::WarmUp
             && self.in_flight.front().is_some_and(|next| next.step.has_prompts());
-        if goes_on && self.chain.steps.len() < LONGEST_CHAIN {
+        if goes_on && self.chain.len() < LONGEST_CHAIN {
             return;
         }
-        let Chain { steps, extra_s } = std::mem::take(&mut self.chain);
         let limit_s = self.settings.max_stall_s - decode_s;
         // Each gets the part of the sum that it was expected to have.
-        let expected = steps.iter().map(|&(num_tokens, attention)| {
+        let expected = self.chain.iter().map(|&(num_tokens, attention)| {
             self.ladder.extra_s(num_tokens, attention).unwrap_or(limit_s)
         });
         let expected: Vec<f64> = expected.collect();
-        let sum_s: f64 = expected.iter().sum();
-        for ((num_tokens, attention), expected_s) in steps.into_iter().zip(expected) {
-            let extra_s = (extra_s * expected_s / sum_s).max(0.0);
-            self.ladder.note(num_tokens, extra_s, attention, limit_s);
+        let times = std::mem::take(&mut self.chain_s) / expected.iter().sum::<f64>();
+        for ((num_tokens, attention), expected_s) in self.chain.drain(..).zip(expected) {
+            self.ladder.note(num_tokens, (times * expected_s).max(0.0), attention, limit_s);
         }
     }
 }
@@ -912,20 +896,11 @@ fn shortest_first(mut prompts: Vec<usize>, work_s: &[f64], left_s: &[f64]) -> Ve
 }
 
 /// What some prompts lack, in tokens, and the same, each times what it attends to.
-fn sum_of<'a>(prompts: impl Iterator<Item = &'a Prompt>) -> (f64, f64) {
-    prompts.fold((0.0, 0.0), |(tokens, attention), it| {
-        (tokens + f64::from(it.num_missing), attention + attention_of(it))
+fn sum_of<'a>(prompts: impl IntoIterator<Item = &'a Prompt>) -> (f64, f64) {
+    prompts.into_iter().fold((0.0, 0.0), |(tokens, attention), it| {
+        let num_missing = f64::from(it.num_missing);
+        (tokens + num_missing, attention + attention_of(it.num_computed.into(), num_missing))
     })
-}
-
-/// What a prompt lacks, each token times what it attends to.
-fn attention_of(prompt: &Prompt) -> f64 {
-    f64::from(prompt.num_missing) * middle_of(prompt)
-}
-
-/// What the middle of what a prompt lacks attends to, in tokens.
-fn middle_of(prompt: &Prompt) -> f64 {
-    f64::from(prompt.num_computed) + 0.5 * f64::from(prompt.num_missing)
 }
 
 /// The number of tokens that each of some prompts may have if all together are to have `capacity`:

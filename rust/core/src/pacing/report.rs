@@ -86,17 +86,14 @@ impl Reporter {
     /// A step has come back at `now`; `max_stall_s` is what is allowed.
     pub(super) fn note_step(&mut self, step: &PacedStep, now: f64, max_stall_s: f64) {
         let report = &mut self.report;
-        let has_decodes = step.load.num_decode_tokens > 0;
-        if has_decodes && step.num_prompts > 0 {
+        let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
+        if is_contended {
             report.contended_s += step.time_s;
-            if step.has_prompts() {
-                report.prompt_s += step.time_s;
-                report.chunk_tokens = step.load.num_prompt_tokens.into();
-            } else if step.chosen.mode == Mode::Decode {
-                report.num_decode_steps += 1.0;
-            }
+            report.num_decode_steps += f64::from(u8::from(step.chosen.mode == Mode::Decode));
         }
-        if has_decodes && step.has_prompts() {
+        if is_contended && step.has_prompts() {
+            report.prompt_s += step.time_s;
+            report.chunk_tokens = step.load.num_prompt_tokens.into();
             if step.time_s > max_stall_s {
                 *match step.chosen.over_stall {
                     Some(OverStall::Ordinary) => &mut report.num_over_for_ordinary,

@@ -37,13 +37,6 @@ struct Window<T> {
 }
 
 impl<T: Copy + Default> Window<T> {
-    fn push(&mut self, value: T) {
-        self.values[self.next] = value;
-        self.next = (self.next + 1) % WINDOW;
-        self.len = (self.len + 1).min(WINDOW);
-        self.num_outliers = 0;
-    }
-
     /// The mean of what `of` makes of the values, without the least and the most of four and more.
     fn middle(&self, of: impl Fn(&T) -> f64) -> Option<f64> {
         let mut sorted = [0.0; WINDOW];
@@ -67,7 +60,10 @@ impl<T: Copy + Default> Window<T> {
         if is_outlier {
             *self = Self::default();
         }
-        self.push(value);
+        self.values[self.next] = value;
+        self.next = (self.next + 1) % WINDOW;
+        self.len = (self.len + 1).min(WINDOW);
+        self.num_outliers = 0;
         true
     }
 }
@@ -98,14 +94,13 @@ impl DecodeTimes {
         window.push_unless(is_outlier, time_s);
     }
 
-    /// The time of such a step in seconds, by the most similar ones; `None` if there were none.
-    pub(super) fn predict(&self, num_tokens: u32) -> Option<f64> {
+    /// The time of such a step in seconds, by the most similar ones; 0 if there were none.
+    pub(super) fn predict(&self, num_tokens: u32) -> f64 {
         let class = class_of(num_tokens);
-        let nearest = (0..NUM_CLASSES)
+        let mut nearest = (0..NUM_CLASSES)
             .flat_map(|distance| [class.checked_sub(distance), Some(class + distance)])
-            .flatten()
-            .find(|&it| it < NUM_CLASSES && self.0[it].len > 0)?;
-        self.0[nearest].middle(|&it| it)
+            .filter_map(|it| self.0.get(it?)?.middle(|&it| it));
+        nearest.next().unwrap_or(0.0)
     }
 }
 
@@ -130,8 +125,8 @@ struct Size {
 #[derive(Clone, Debug, Default)]
 pub(super) struct PromptTimes {
     sizes: Vec<Size>,
-    /// The tokens of prompts that each holds at most.
-    most_tokens: Vec<u32>,
+    /// The tokens that each holds at most.
+    pub(super) most_tokens: Vec<u32>,
     /// Of each size that is known: tokens of prompts, and what these take at level 1, without what
     /// they attend to.
     points: Vec<(f64, f64)>,
@@ -155,10 +150,6 @@ struct Slope {
 }
 
 impl Slope {
-    fn new(prior: f64) -> Self {
-        Self { attention_squares: 0.0, attention_times: 0.0, prior_squares: prior * prior }
-    }
-
     fn note(&mut self, by_attention: f64, by_time: f64) {
         self.attention_squares =
             SLOPE_MEMORY * self.attention_squares + by_attention * by_attention;
@@ -193,18 +184,18 @@ const SLOPE_MEMORY: f64 = 0.99;
 
 impl PromptTimes {
     /// For steps of these sizes, in ascending order, of which CUDA graphs hold the first ones.
-    pub(super) fn new(sizes: &[u32], num_in_graphs: usize) -> Self {
-        let prior = |num_sizes: usize| {
-            let largest = num_sizes.checked_sub(1).map_or(0, |it| sizes[it]);
-            f64::from(largest.clamp(1, MAX_PRIOR_TOKENS)).powi(2)
+    pub(super) fn new(sizes: Vec<u32>, num_in_graphs: usize) -> Self {
+        let slope_of = |sizes: &[u32]| {
+            let largest = sizes.last().map_or(1, |&it| it.clamp(1, MAX_PRIOR_TOKENS));
+            Slope { prior_squares: f64::from(largest).powi(4), ..Slope::default() }
         };
         Self {
             sizes: vec![Size::default(); sizes.len()],
-            most_tokens: sizes.to_vec(),
             points: Vec::new(),
             level: 1.0,
             num_in_graphs,
-            slopes: [Slope::new(prior(sizes.len())), Slope::new(prior(num_in_graphs))],
+            slopes: [slope_of(&sizes), slope_of(&sizes[..num_in_graphs])],
+            most_tokens: sizes,
         }
     }
 
@@ -294,10 +285,11 @@ mod tests {
     #[test]
     fn decodes_take_what_the_most_similar_number_took() {
         let mut times = DecodeTimes::default();
-        assert_eq!(times.predict(5), None);
+        let predict = |times: &DecodeTimes| [5, 15].map(|it| times.predict(it).to_bits());
+        assert_eq!(predict(&times), [0.0, 0.0].map(f64::to_bits));
         times.note(16, 0.01);
-        assert_eq!(times.predict(5), Some(0.01));
+        assert_eq!(predict(&times), [0.01, 0.01].map(f64::to_bits));
         times.note(4, 0.005);
-        assert_eq!((times.predict(5), times.predict(15)), (Some(0.005), Some(0.01)));
+        assert_eq!(predict(&times), [0.005, 0.01].map(f64::to_bits));
     }
 }
