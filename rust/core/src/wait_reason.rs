@@ -1,4 +1,4 @@
-//! What requests wait for, for those who watch a server. No decision rests on it.
+//! What requests wait for, for those who watch a server, and for pacing. The policy doesn't look at it.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident = $name:literal,)*) => {

@@ -69,24 +69,17 @@ impl Ladder {
         time_s * self.margin <= limit_s
     }
 
-    /// Comes to rest where steps are within the bound with that confidence. One that was too long
-    /// counts if a larger margin would have kept it out: if it was expected to fit, and barely.
-    fn move_margin(&mut self, expected_s: f64, is_too_long: bool, limit_s: f64) {
+    /// Learns what a step with so many tokens of prompts took beyond its decodes; `limit_s` is
+    /// without these, too. The margin comes to rest where steps are within the bound with that
+    /// confidence. One that was too long counts if a larger margin would have kept it out: if it was
+    /// expected to fit, and barely.
+    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64, limit_s: f64) {
+        let Some(expected_s) = self.times.note(num_tokens, extra_s, attention) else { return };
         let (least, most) = (*MARGIN.start(), *MARGIN.end());
-        if !is_too_long {
+        if extra_s <= limit_s {
             self.margin = (self.margin - MARGIN_STEP * (1.0 - CONFIDENCE)).max(least);
         } else if (expected_s..most * expected_s).contains(&limit_s) {
             self.margin = (self.margin + MARGIN_STEP * CONFIDENCE).min(most);
-        }
-    }
-
-    /// Learns what a step with so many tokens of prompts took beyond its decodes; `limit_s` is
-    /// without these, too.
-    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64, limit_s: f64) {
-        let expected_s = self.times.predict(num_tokens, attention);
-        let counts = self.times.note(num_tokens, extra_s, attention);
-        if let (true, Some(expected_s)) = (counts, expected_s) {
-            self.move_margin(expected_s, extra_s > limit_s, limit_s);
         }
     }
 }

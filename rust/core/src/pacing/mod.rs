@@ -3,9 +3,9 @@
 //! with these values as vLLM's would.
 //!
 //! 1. No step with prompts takes longer than the stall that is allowed while others generate,
-//! 2. unless a prompt would come too late: no prompt's first token comes more than so many times as
-//!    late as it would without pacing, and one stall. A prompt that fits into a step within the
-//!    stall is **ordinary**: it comes no later than without pacing, and one stall.
+//! 2. unless a prompt would be late. A long prompt's first token comes after at most `max_slowdown`
+//!    times its time without pacing, plus one stall. An **ordinary** prompt, one that fits into a
+//!    step within the stall, comes at most one stall later than without pacing.
 //!
 //! A [virtual server](virtual_server) computes the same prompts as vLLM would without pacing, and so
 //! gives each its deadline. Before each step the calculation is made anew, from what is left to
@@ -78,7 +78,8 @@ pub enum Mode {
     Decode,
     /// Decodes, and a token of each ordinary prompt that waits behind a long one that runs.
     Admission,
-    /// Chunks get nobody on, or somebody waits for blocks: vLLM's values.
+    /// Chunks get nobody on, or somebody waits for the blocks of a prompt that needs much of the
+    /// cache: vLLM's values.
     Unpaced,
     /// Before the first request: vLLM's values. What steps take is learned.
     WarmUp,
@@ -90,7 +91,7 @@ pub struct Chosen {
     pub knobs: StepKnobs,
     /// The share of the time that deadlines ask for.
     pub share: f64,
-    /// For whose deadline it is larger than what the stall allows.
+    /// For whom it is larger than what the stall allows.
     pub over_stall: Option<OverStall>,
     /// It serves a long prompt: decodes are owed time after it.
     pub is_for_long: bool,
@@ -273,7 +274,7 @@ impl Pacing {
             settings,
             min_threshold: 1 + config.speculation.num_spec_tokens,
             ladder: Ladder::new(max_tokens, settings.max_graph_tokens),
-            chosen: Chosen::unpaced(Mode::Plain, &base),
+            chosen: Chosen { knobs: base.clone(), share: 1.0, ..Chosen::default() },
             base,
             ..Self::default()
         }
@@ -307,7 +308,7 @@ impl Pacing {
     pub fn choose(&mut self, scheduler: &mut Scheduler, now: f64) -> StepKnobs {
         self.chosen = if self.is_warming_up {
             self.demand.prompts.clear();
-            Chosen::unpaced(Mode::WarmUp, &self.base)
+            self.unpaced(Mode::WarmUp)
         } else {
             self.look(scheduler, now);
             self.choice(scheduler)
@@ -417,20 +418,15 @@ impl Pacing {
     /// Of the sizes that stay within the stall, the smallest that is nearly as fast as the best; the
     /// smallest of all if none does.
     fn within_bound(&self, time_s: impl Fn(usize) -> f64) -> usize {
-        let first = self.first_size();
-        let times = (first..=self.ladder.largest()).map(|size| (size, time_s(size)));
+        let largest = self.ladder.largest();
+        let first = self.ladder.first_above(self.demand.num_decode_tokens).unwrap_or(largest);
+        let times = (first..=largest).map(|size| (size, time_s(size)));
         let fits = |it: &(usize, f64)| self.ladder.fits(it.1, self.settings.max_stall_s);
         let fitting: Vec<(usize, f64)> = times.filter(fits).collect();
         let speed = |&(size, time_s): &(usize, f64)| self.room(size) / time_s;
         let best = fitting.iter().map(speed).fold(0.0, f64::max);
         let good = fitting.iter().find(|it| speed(it) >= GOOD_ENOUGH * best);
         good.map_or(first, |&(size, _)| size)
-    }
-
-    /// The smallest size with room for prompts.
-    fn first_size(&self) -> usize {
-        let first = self.ladder.first_above(self.demand.num_decode_tokens);
-        first.unwrap_or(self.ladder.largest())
     }
 
     /// What a chunk of a size takes, in seconds.
@@ -455,28 +451,32 @@ impl Pacing {
         num_chunks * self.chunk_s(size, attention / num_chunks)
     }
 
+    /// vLLM's values, in its order.
+    fn unpaced(&self, mode: Mode) -> Chosen {
+        Chosen { mode, knobs: self.base.clone(), share: 1.0, ..Chosen::default() }
+    }
+
     fn choice(&mut self, scheduler: &Scheduler) -> Chosen {
         let prompts = &self.demand.prompts;
         let num_decode_tokens = self.demand.num_decode_tokens;
         if prompts.is_empty() {
-            return Chosen::unpaced(Mode::Plain, &self.base);
+            return self.unpaced(Mode::Plain);
         }
         if num_decode_tokens == 0 {
             self.owed = Owed::default();
-            return Chosen::unpaced(Mode::Alone, &self.base);
+            return self.unpaced(Mode::Alone);
         }
         let is_stuck = self.num_fruitless >= PATIENCE;
         if is_stuck || self.ladder.first_above(num_decode_tokens).is_none() {
-            return Chosen::unpaced(Mode::Unpaced, &self.base);
+            return self.unpaced(Mode::Unpaced);
         }
         let for_waiting = self.for_who_lacks_blocks();
         let is_crowding = self.demand.largest_part > CROWDING;
         if is_crowding && for_waiting.is_some() {
-            let unpaced = Chosen::unpaced(Mode::Unpaced, &self.base);
-            return Chosen { over_stall: for_waiting, ..unpaced };
+            return Chosen { over_stall: for_waiting, ..self.unpaced(Mode::Unpaced) };
         }
         if self.is_left_to_vllm() {
-            return Chosen::unpaced(Mode::Ordinary, &self.base);
+            return self.unpaced(Mode::Ordinary);
         }
         let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
         let order = self.order(&left_s);
@@ -516,13 +516,14 @@ impl Pacing {
         Some(if is_ordinary { OverStall::Ordinary } else { OverStall::Long })
     }
 
-    /// Whether all prompts are ordinary, and a step within the stall holds them, or far more wait.
+    /// Whether all who can be computed are ordinary, and a step within the stall holds all prompts, or
+    /// far more wait.
     fn is_left_to_vllm(&self) -> bool {
         let prompts = &self.demand.prompts;
         if !prompts.iter().all(|it| is_ordinary(it) || !it.may_run) {
             return false;
         }
-        // What is not known to stay outside counts.
+        // Those who can't come in now may when their turn is.
         let (tokens, attention) = sum_of(prompts);
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
         fits(1.0) || !fits(ORDINARY_STEPS)
@@ -655,15 +656,16 @@ impl Pacing {
     /// a decode.
     fn admission(&self, scheduler: &Scheduler, order: &[usize]) -> Option<Chosen> {
         let mut begun = BTreeSet::new();
-        let parts = self.as_vllm_looks(order).filter(|it| {
+        let candidates = self.as_vllm_looks(order).filter(|it| it.is_running || is_ordinary(it));
+        let parts = candidates.filter(|it| {
             let position = it.num_computed / scheduler.config().hash_block_size;
             let block = scheduler.request(it.index).block_hashes.get(position as usize);
             let is_first = block.is_none_or(|it| begun.insert(it.0));
-            it.is_running || is_ordinary(it) && is_first
+            it.is_running || is_first
         });
         let parts: Vec<&Prompt> = parts.collect();
         let num_tokens: u32 = parts.iter().map(|it| it.num_missing.min(self.min_threshold)).sum();
-        let mut chosen = Chosen::unpaced(Mode::Admission, &self.base);
+        let mut chosen = self.unpaced(Mode::Admission);
         let knobs = &mut chosen.knobs;
         let num_tokens = self.demand.num_decode_tokens + num_tokens;
         knobs.max_num_scheduled_tokens = num_tokens.min(knobs.max_num_scheduled_tokens);
@@ -688,7 +690,7 @@ impl Pacing {
             knobs.order = self.as_vllm_looks(order).map(|it| it.index).collect();
             self.level(order, capacity)
         } else {
-            fill_level(&self.lacking(order, capacity), capacity)
+            fill_level(self.lacking(order, capacity), capacity)
         };
         knobs.long_prefill_token_threshold = self.threshold(level);
         Chosen { mode: Mode::Chunk, knobs, is_for_long, share: 0.0, over_stall: None }
@@ -719,7 +721,7 @@ impl Pacing {
         if of_waiting(&mut self.as_vllm_looks(order)) >= in_order {
             return u32::MAX;
         }
-        fill_level(&self.lacking(order, capacity), capacity)
+        fill_level(self.lacking(order, capacity), capacity)
     }
 
     /// Prompts in the order in which vLLM looks at them: first those who run.
@@ -755,7 +757,7 @@ impl Pacing {
             knobs.max_num_scheduled_tokens = num_tokens.min(knobs.max_num_scheduled_tokens);
             knobs.long_prefill_token_threshold = threshold;
         }
-        Chosen { knobs, ..Chosen::unpaced(Mode::Decode, &self.base) }
+        Chosen { knobs, ..self.unpaced(Mode::Decode) }
     }
 
     /// Takes in what was decided with the knobs that were chosen last, at `now`, in seconds;
@@ -776,7 +778,7 @@ impl Pacing {
             return None;
         }
         let mut promises = Vec::new();
-        if load.num_prompt_tokens > 0 {
+        if self.chosen.mode != Mode::Plain {
             scheduler.take_promises(&mut promises);
         }
         let decode_s = match load.num_decode_tokens {
@@ -810,15 +812,15 @@ impl Pacing {
         let started_at = if lost > 0 { launched_at } else { self.free_at.max(launched_at) };
         let mut time_s = (now - started_at).max(0.0);
         // While a chunk is launched the host may be too busy to look at the step before it.
-        let hides = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
-        let is_late = !step.has_prompts() && hides && time_s > 1.5 * step.predicted_s;
+        let chunk_follows = self.in_flight.front().is_some_and(|next| next.step.has_prompts());
+        let is_late = !step.has_prompts() && chunk_follows && time_s > 1.5 * step.predicted_s;
         if is_late && step.predicted_s > 0.0 {
             time_s = step.predicted_s;
         }
         self.free_at = started_at + time_s;
         step.time_s = time_s;
         if !is_late {
-            self.learn(&step, decode_s);
+            self.learn(&step, decode_s, chunk_follows);
         }
         self.owed.note(&step, time_s);
         self.reporter.note_step(&step, now, self.settings.max_stall_s);
@@ -826,11 +828,10 @@ impl Pacing {
             let deadline = self.deadline(promise);
             self.reporter.note_prompt(promise, deadline, now)
         });
-        let late = late.collect();
-        Some((step, late))
+        Some((step, late.collect()))
     }
 
-    fn learn(&mut self, step: &PacedStep, decode_s: f64) {
+    fn learn(&mut self, step: &PacedStep, decode_s: f64, chunk_follows: bool) {
         if !step.has_prompts() {
             if step.load.num_prompt_tokens == 0 {
                 self.decode_times.note(step.load.num_decode_tokens, step.time_s);
@@ -845,8 +846,7 @@ impl Pacing {
         self.chain.push((num_prompt_tokens.into(), prompt_attention));
         self.chain_s += step.time_s - decode_s;
         // While warming up the host has nothing else to do.
-        let goes_on = step.chosen.mode != Mode::WarmUp
-            && self.in_flight.front().is_some_and(|next| next.step.has_prompts());
+        let goes_on = chunk_follows && step.chosen.mode != Mode::WarmUp;
         if goes_on && self.chain.len() < LONGEST_CHAIN {
             return;
         }
@@ -860,14 +860,6 @@ impl Pacing {
         for ((num_tokens, attention), expected_s) in self.chain.drain(..).zip(expected) {
             self.ladder.note(num_tokens, (times * expected_s).max(0.0), attention, limit_s);
         }
-    }
-}
-
-impl Chosen {
-    /// vLLM's values, in its order.
-    fn unpaced(mode: Mode, base: &StepKnobs) -> Self {
-        let knobs = base.clone();
-        Self { mode, knobs, share: 1.0, over_stall: None, is_for_long: false }
     }
 }
 
@@ -905,21 +897,16 @@ fn sum_of<'a>(prompts: impl IntoIterator<Item = &'a Prompt>) -> (f64, f64) {
 
 /// The number of tokens that each of some prompts may have if all together are to have `capacity`:
 /// those that lack less leave the rest to the others. The largest number if they fit as they are.
-fn fill_level(lacking: &[u32], capacity: u32) -> u32 {
-    let sum = lacking.iter().fold(0, |sum: u32, &it| sum.saturating_add(it));
-    if sum <= capacity {
-        return u32::MAX;
-    }
-    let mut sorted = lacking.to_vec();
-    sorted.sort_unstable();
-    let mut left = capacity;
-    let mut num_left = sorted.len() as u32;
-    for lacks in sorted {
-        if lacks > left / num_left {
-            break;
+fn fill_level(mut lacking: Vec<u32>, capacity: u32) -> u32 {
+    lacking.sort_unstable();
+    let (mut left, mut num_left) = (capacity, lacking.len() as u32);
+    for lacks in lacking {
+        let level = left / num_left;
+        if lacks > level {
+            return level;
         }
         left -= lacks;
         num_left -= 1;
     }
-    left / num_left.max(1)
+    u32::MAX
 }

@@ -5,12 +5,13 @@ use std::collections::VecDeque;
 use super::{Mode, PacedStep};
 use crate::promise::{LateBy, Promise};
 
-/// For whom a step is larger than what the stall allows: for a deadline, or for who waits for blocks.
+/// For whom a step is larger than what the stall allows: whose deadline asks for it, or who waits for
+/// blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OverStall {
-    /// An ordinary prompt's.
+    /// An ordinary prompt.
     Ordinary,
-    /// A long prompt's.
+    /// A long prompt.
     Long,
 }
 
@@ -67,9 +68,9 @@ report! {
     num_late_by_waiting,
     /// Because of what steps took.
     num_late_by_steps,
-    /// Steps over the stall for an ordinary prompt's deadline.
+    /// Steps over the stall for an ordinary prompt.
     num_over_for_ordinary,
-    /// Steps over the stall for a long prompt's deadline.
+    /// Steps over the stall for a long prompt.
     num_over_for_long,
     /// Steps over the stall that were expected to be within it.
     num_over_unexpected,
@@ -89,7 +90,7 @@ impl Reporter {
         let is_contended = step.load.num_decode_tokens > 0 && step.num_prompts > 0;
         if is_contended {
             report.contended_s += step.time_s;
-            report.num_decode_steps += f64::from(u8::from(step.chosen.mode == Mode::Decode));
+            report.num_decode_steps += f64::from(step.chosen.mode == Mode::Decode);
         }
         if is_contended && step.has_prompts() {
             report.prompt_s += step.time_s;
@@ -105,9 +106,7 @@ impl Reporter {
         }
         report.longest_stall_s = self.stalls.most(now);
         report.slowdown_max = self.slowdowns.most(now);
-        if report.slowdown_max == 0.0 {
-            report.slowdown_p50 = 0.0;
-        }
+        report.slowdown_p50 = self.slowdowns.median();
     }
 
     /// A prompt's first token is there at `now`, and was to be there at `deadline`.
@@ -121,7 +120,6 @@ impl Reporter {
         if !promise.is_ordinary {
             let virtual_s = promise.since - promise.arrived_at + promise.virtual_s;
             self.slowdowns.note(now, time_s / virtual_s.max(1e-3));
-            self.report.slowdown_p50 = self.slowdowns.median(now);
         }
         if now <= deadline {
             return None;
@@ -159,8 +157,7 @@ impl LastMinute {
         self.0.iter().fold(0.0, |most, (_, value)| most.max(*value))
     }
 
-    fn median(&mut self, now: f64) -> f64 {
-        self.most(now);
+    fn median(&self) -> f64 {
         let mut values: Vec<f64> = self.0.iter().map(|(_, value)| *value).collect();
         values.sort_by(f64::total_cmp);
         values.get(values.len() / 2).copied().unwrap_or(0.0)

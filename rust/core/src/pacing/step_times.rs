@@ -1,11 +1,11 @@
 //! How long steps take, learned from those that have come back.
 //!
 //! A step of decodes alone takes what the last ones took with about as many tokens. A step with
-//! prompts takes that, and more by their tokens: for each size of the ladder the last times are kept
-//! of as many tokens of prompts, and what lies between two sizes takes what lies between.
-//! What a token attends to costs as well, in proportion, so the later chunks of a long prompt are
-//! known to be dearer. Sizes in CUDA graphs share what is learned of that, and all others do: in a
-//! graph attention has other kernels, which may be slower.
+//! prompts takes that, and more by their tokens: for each size of the ladder the last steps are kept,
+//! and between two sizes the time is interpolated. What a token attends to costs as well, in
+//! proportion, so the later chunks of a long prompt are known to be dearer. Sizes in CUDA graphs share
+//! what is learned of that, and all others do: in a graph attention has other kernels, which may be
+//! slower.
 //!
 //! A device that becomes slower or faster does so for all sizes, also for those that have not run
 //! since. So all times share one factor, the level, and what is kept of sizes is relative to it: the
@@ -38,12 +38,9 @@ struct Window<T> {
 
 impl<T: Copy + Default> Window<T> {
     /// The mean of what `of` makes of the values, without the least and the most of four and more.
-    fn middle(&self, of: impl Fn(&T) -> f64) -> Option<f64> {
-        let mut sorted = [0.0; WINDOW];
+    fn middle(&self, of: impl Fn(T) -> f64) -> Option<f64> {
+        let mut sorted = self.values.map(of);
         let sorted = &mut sorted[..self.len];
-        for (to, value) in sorted.iter_mut().zip(&self.values) {
-            *to = of(value);
-        }
         sorted.sort_unstable_by(f64::total_cmp);
         let num_left_out = usize::from(self.len >= 4);
         let middle = &sorted[num_left_out..self.len - num_left_out];
@@ -89,7 +86,7 @@ impl Default for DecodeTimes {
 impl DecodeTimes {
     pub(super) fn note(&mut self, num_tokens: u32, time_s: f64) {
         let window = &mut self.0[class_of(num_tokens)];
-        let expected = window.middle(|&it| it);
+        let expected = window.middle(|it| it);
         let is_outlier = expected.is_some_and(|it| time_s > OUTLIER * it + JITTER_S);
         window.push_unless(is_outlier, time_s);
     }
@@ -97,10 +94,10 @@ impl DecodeTimes {
     /// The time of such a step in seconds, by the most similar ones; 0 if there were none.
     pub(super) fn predict(&self, num_tokens: u32) -> f64 {
         let class = class_of(num_tokens);
-        let mut nearest = (0..NUM_CLASSES)
+        let nearest = (0..NUM_CLASSES)
             .flat_map(|distance| [class.checked_sub(distance), Some(class + distance)])
-            .filter_map(|it| self.0.get(it?)?.middle(|&it| it));
-        nearest.next().unwrap_or(0.0)
+            .find_map(|it| self.0.get(it?)?.middle(|it| it));
+        nearest.unwrap_or(0.0)
     }
 }
 
@@ -150,12 +147,6 @@ struct Slope {
 }
 
 impl Slope {
-    fn note(&mut self, by_attention: f64, by_time: f64) {
-        self.attention_squares =
-            SLOPE_MEMORY * self.attention_squares + by_attention * by_attention;
-        self.attention_times = SLOPE_MEMORY * self.attention_times + by_attention * by_time;
-    }
-
     /// Seconds for each token that a token attends to.
     fn value(&self) -> f64 {
         (self.attention_times / (self.attention_squares + self.prior_squares)).max(0.0)
@@ -214,9 +205,9 @@ impl PromptTimes {
         size.min(self.sizes.len() - 1)
     }
 
-    /// Learns what a step with so many tokens of prompts took beyond its decodes; returns whether it
-    /// is no outlier.
-    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64) -> bool {
+    /// Learns what a step with so many tokens of prompts took beyond its decodes; returns what it was
+    /// expected to take, `None` if it is an outlier or the first one.
+    pub(super) fn note(&mut self, num_tokens: f64, extra_s: f64, attention: f64) -> Option<f64> {
         let size = self.size_of(num_tokens);
         let expected = self.predict(num_tokens, attention);
         let known = &mut self.sizes[size];
@@ -235,7 +226,7 @@ impl PromptTimes {
         }
         let is_kept = is_outlier || !is_known || known.num_tries.is_multiple_of(EVERY);
         if is_kept && !known.samples.push_unless(is_outlier, sample) {
-            return false;
+            return None;
         }
         self.learn_slope(size, sample);
         let points = (0..self.sizes.len()).filter_map(|size| {
@@ -244,7 +235,7 @@ impl PromptTimes {
             Some((samples.middle(|it| it.num_tokens)?, rest_s))
         });
         self.points = points.collect();
-        true
+        expected
     }
 
     fn learn_slope(&mut self, size: usize, sample: Sample) {
@@ -258,7 +249,10 @@ impl PromptTimes {
         known.mean.attention += (1.0 - MEMORY) * by_attention;
         known.mean.extra_s += (1.0 - MEMORY) * by_time;
         let kind = self.kind(size);
-        self.slopes[kind].note(by_attention, by_time);
+        let slope = &mut self.slopes[kind];
+        slope.attention_squares =
+            SLOPE_MEMORY * slope.attention_squares + by_attention * by_attention;
+        slope.attention_times = SLOPE_MEMORY * slope.attention_times + by_attention * by_time;
     }
 
     /// What a step with so many tokens of prompts takes beyond its decodes, in seconds. More than were
