@@ -57,7 +57,7 @@ class Load(NamedTuple):
     prompts: list[tuple[float, int]]
     """When a prompt comes, in seconds, and its tokens."""
     window_s: float = 0.0
-    """Tokens of streams are counted for so long: by then all prompts are through, on each side."""
+    """Tokens of streams are counted for so long, in rounds whose prompts are through by then."""
 
 
 def _one_long(tokens: int) -> Load:
@@ -142,9 +142,9 @@ class MixedClient(Client):
             "gap_max_ms": 1e3 * max(gaps),
             "long_s": max(long_s),
         }
-        if load.window_s:
-            window = start, start + load.window_s
-            row["stream_tokens"] = sum(window[0] <= at <= window[1] for it in times for at in it)
+        if end - start <= load.window_s:
+            counted = (start <= at <= start + load.window_s for it in times for at in it)
+            row["stream_tokens"] = sum(counted)
         if short_s:
             of_short = percentiles(short_s) | {"max": max(short_s)}
             row |= {f"short_{it}_ms": 1e3 * seconds for it, seconds in of_short.items()}
