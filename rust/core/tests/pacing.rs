@@ -711,6 +711,11 @@ fn a_wrong_model_is_mended() {
         println!("{slower}: {late:?}");
         assert!(late.long_late <= (late.num_long / 50).max(1), "{slower}: {late:?}");
     }
+    // Deadlines are those of the speed that is known by now: they ask for no step over the stall.
+    let device = Device { slower: 1.6, ..TIMER };
+    let pair = Pair::new(Case::new("slower than thought", device, 16, every(0.0, 20, 20_000)));
+    let gap_s = quantile(Pair::gaps(&pair.paced).collect(), 0.99);
+    assert!(gap_s <= STALL_S, "{gap_s}");
 }
 
 /// Where blocks are few, nobody loses more of them than with vLLM.
@@ -723,6 +728,11 @@ fn a_small_cache_is_no_reason_to_preempt() {
     assert_eq!(late.long_late, 0, "{late:?}");
     let [paced, stock] = late.num_preempted;
     assert!(10 * paced <= 11 * stock, "{late:?}");
+    // Two that don't fit in together: who waits behind the second is served as fast as vLLM can.
+    let arrivals = [every(0.5, 2, 100_000), at_random(3.0, 30.0, 500, 100)].concat();
+    let case = Case::new("few blocks", MOE, 0, arrivals);
+    let late = Pair::new(Case { num_blocks: 8_000, ..case }).late();
+    assert!(late.worst_s <= 1.0, "{late:?}");
 }
 
 /// A prompt of so many tokens each so many seconds.
@@ -818,16 +828,22 @@ fn loads_that_are_meant_to_break_it() {
 }
 
 /// However long it is, a prompt that can come in time by steps within the stall has no others, beside a
-/// few short ones.
+/// few short ones. Streams get the time that its deadline leaves, however long it has been idle before.
 #[test]
 fn a_lone_prompt_keeps_both_promises() {
     for device in [DENSE, MOE, TIMER, STEEP, LAUNCHED] {
-        let long = Arrival::new(40.0, 200_000, 8);
-        let arrivals = [every(0.5, 120, 100), vec![long]].concat();
-        let pair = Pair::new(Case::new("a lone prompt", device, 16, arrivals));
-        let gap_s = quantile(Pair::gaps(&pair.paced).collect(), 1.0);
-        assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);
-        assert_eq!(pair.late().long_late, 0, "{}: {:?}", device.name, pair.late());
+        for (own, least_slowdown) in [(60_000, 2.0), (200_000, 1.8)] {
+            let long = Arrival::new(40.0, own, 8);
+            let arrivals = [every(0.5, 120, 100), vec![long]].concat();
+            let pair = Pair::new(Case::new("a lone prompt", device, 16, arrivals));
+            let gap_s = quantile(Pair::gaps(&pair.paced).collect(), 1.0);
+            assert!(gap_s <= 1.1 * STALL_S, "{}: {gap_s}", device.name);
+            assert_eq!(pair.late().long_late, 0, "{}: {:?}", device.name, pair.late());
+            let life = pair.case.arrivals.iter().position(|it| it.own == own).expect("it has come");
+            let life = pair.case.num_streams + life;
+            let slowdown = pair.paced.lives[life].first_s() / pair.stock_s[life];
+            assert!(slowdown >= least_slowdown, "{}: {slowdown}", device.name);
+        }
     }
 }
 
