@@ -475,8 +475,8 @@ impl Pacing {
         if is_crowding && for_waiting.is_some() {
             return Chosen { over_stall: for_waiting, ..self.unpaced(Mode::Unpaced) };
         }
-        if self.is_left_to_vllm() {
-            return self.unpaced(Mode::Ordinary);
+        if let Some(chosen) = self.left_to_vllm() {
+            return chosen;
         }
         let left_s: Vec<f64> = prompts.iter().map(|it| self.time_left_s(it)).collect();
         let order = self.order(&left_s);
@@ -516,17 +516,19 @@ impl Pacing {
         Some(if is_ordinary { OverStall::Ordinary } else { OverStall::Long })
     }
 
-    /// Whether all who can be computed are ordinary, and a step within the stall holds all prompts, or
-    /// far more wait.
-    fn is_left_to_vllm(&self) -> bool {
+    /// vLLM's values, if all who can be computed are ordinary, and a step within the stall holds all
+    /// prompts, or far more wait.
+    fn left_to_vllm(&self) -> Option<Chosen> {
         let prompts = &self.demand.prompts;
         if !prompts.iter().all(|it| is_ordinary(it) || !it.may_run) {
-            return false;
+            return None;
         }
         // Those who can't come in now may when their turn is.
         let (tokens, attention) = sum_of(prompts);
         let fits = |part: f64| self.is_within_stall(tokens / part, attention / part);
-        fits(1.0) || !fits(ORDINARY_STEPS)
+        let over_stall = (!fits(1.0)).then_some(OverStall::Ordinary);
+        let is_left = over_stall.is_none() || !fits(ORDINARY_STEPS);
+        is_left.then(|| Chosen { over_stall, ..self.unpaced(Mode::Ordinary) })
     }
 
     /// The prompts that can be computed, in the order in which they should be: ordinary ones as they
