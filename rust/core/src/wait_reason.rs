@@ -1,4 +1,5 @@
-//! What requests wait for, for those who watch a server, and for pacing. The policy doesn't look at it.
+//! What requests wait for, for those who watch a server, and for pacing. No decision of the policy
+//! rests on it.
 
 macro_rules! reasons {
     ($($(#[$doc:meta])* $reason:ident = $name:literal,)*) => {

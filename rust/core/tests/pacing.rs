@@ -828,7 +828,7 @@ fn loads_that_are_meant_to_break_it() {
 }
 
 /// However long it is, a prompt that can come in time by steps within the stall has no others, beside a
-/// few short ones. Streams get the time that its deadline leaves, however long it has been idle before.
+/// few short ones. Streams get the time that its deadline leaves, however long they had all before.
 #[test]
 fn a_lone_prompt_keeps_both_promises() {
     for device in [DENSE, MOE, TIMER, STEEP, LAUNCHED] {

@@ -43,10 +43,10 @@ use std::collections::{BTreeSet, BinaryHeap, VecDeque};
 use self::ladder::Ladder;
 use self::report::Reporter;
 use self::step_times::DecodeTimes;
-use self::virtual_server::{VirtualServer, attention_of};
+use self::virtual_server::VirtualServer;
 use crate::config::StepKnobs;
 use crate::promise::{LateBy, Promise};
-use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad};
+use crate::scheduler::{Demand, Prompt, Scheduler, StepLoad, attention_of};
 
 pub use self::report::{LatePrompt, OverStall, PacingReport};
 

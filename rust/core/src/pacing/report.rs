@@ -105,8 +105,11 @@ impl Reporter {
             self.stalls.note(now, step.time_s);
         }
         report.longest_stall_s = self.stalls.most(now);
+        let num_slowdowns = self.slowdowns.0.len();
         report.slowdown_max = self.slowdowns.most(now);
-        report.slowdown_p50 = self.slowdowns.median();
+        if self.slowdowns.0.len() < num_slowdowns {
+            report.slowdown_p50 = self.slowdowns.median();
+        }
     }
 
     /// A prompt's first token is there at `now`, and was to be there at `deadline`.
@@ -120,6 +123,7 @@ impl Reporter {
         if !promise.is_ordinary {
             let virtual_s = promise.since - promise.arrived_at + promise.virtual_s;
             self.slowdowns.note(now, time_s / virtual_s.max(1e-3));
+            self.report.slowdown_p50 = self.slowdowns.median();
         }
         if now <= deadline {
             return None;

@@ -1,5 +1,7 @@
 //! When prompts would be through without pacing.
 
+use crate::scheduler::attention_of;
+
 /// Computes prompts as vLLM would: first come, first served, as many in a step as it holds.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct VirtualServer {
@@ -40,9 +42,4 @@ impl VirtualServer {
             (self.num_tokens, self.attention, last_s) = (0.0, 0.0, 0.0);
         }
     }
-}
-
-/// So many tokens behind others, each times what it attends to.
-pub(super) fn attention_of(num_computed: f64, num_tokens: f64) -> f64 {
-    num_tokens * (num_computed + 0.5 * num_tokens)
 }

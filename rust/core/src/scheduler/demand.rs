@@ -206,15 +206,19 @@ impl Scheduler {
         for scheduled in step.scheduled() {
             if is_of_prompt(self.request(scheduled.index), scheduled) {
                 load.num_prompt_tokens += scheduled.num_tokens;
-                let middle = f64::from(scheduled.num_computed_tokens)
-                    + 0.5 * f64::from(scheduled.num_tokens);
-                load.prompt_attention += f64::from(scheduled.num_tokens) * middle;
+                load.prompt_attention +=
+                    attention_of(scheduled.num_computed_tokens.into(), scheduled.num_tokens.into());
             } else {
                 load.num_decode_tokens += scheduled.num_tokens;
             }
         }
         load
     }
+}
+
+/// So many tokens behind others, each times the number of tokens that it attends to.
+pub(crate) fn attention_of(num_computed: f64, num_tokens: f64) -> f64 {
+    num_tokens * (num_computed + 0.5 * num_tokens)
 }
 
 /// Whether a request lacked more than its next token when it was scheduled.

@@ -33,6 +33,7 @@ use crate::stats::{RequestSpecStats, SchedulerStats, SpecDecodingStats};
 use crate::step::Step;
 use crate::wait_reason::{WaitCounts, WaitReason};
 
+pub(crate) use self::demand::attention_of;
 pub use self::demand::{Demand, Prompt, StepLoad};
 pub use self::transfers::{EndedRequest, FailedLoads};
 pub use self::update::{RequestNews, RequestOutput, ScheduledOutput};
