@@ -55,7 +55,7 @@ class Command:
     def __init__(
         self, module: str, arguments: Sequence[str], log_path: Path, environment: Mapping[str, str]
     ) -> None:
-        """Start it, in a session of its own and the directory of its log."""
+        """Start it, in a process group of its own and the directory of its log."""
         self._process = forkserver.Process(
             target=_enter, args=(module, list(arguments), log_path, dict(environment))
         )
@@ -83,7 +83,7 @@ class Command:
 
 
 def _enter(module: str, arguments: list[str], log_path: Path, environment: dict[str, str]) -> None:
-    os.setsid()
+    os.setpgid(0, 0)
     os.chdir(log_path.parent)
     settle(log_path, environment)
     faulthandler.enable()

@@ -145,7 +145,10 @@ def start(
     *,
     is_preloaded: bool,
 ) -> Process:
-    """Start a module's `main()` in a session of its own and the directory of its log.
+    """Start a module's `main()` in a process group of its own and the directory of its log.
+
+    Not in a session of its own: Linux shares processors among sessions (autogroup), and one in
+    which vLLM's processes yield in a loop can keep a client in another from running for seconds.
 
     One that `is_preloaded`, and whatever it spawns, is a fork of a process that has imported vLLM.
     With UNFORKED=1 nothing is, as with users.
@@ -162,7 +165,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own, to be stopped as a whole
+            process_group=0,  # to be stopped as a whole
         )
 
 

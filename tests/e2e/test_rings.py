@@ -75,14 +75,14 @@ def run_server(
 
 
 def processes_of(server: Server) -> list[int]:
-    """Return the processes of a server that run: it leads a session of its own."""
+    """Return the processes of a server that run: it leads a process group."""
     running = []
     for directory in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, _, session = (directory / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            state, _, group = (directory / "stat").read_text().rsplit(")", 1)[1].split()[:3]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(session) == server.process.pid and state != "Z":
+        if int(group) == server.process.pid and state != "Z":
             running.append(int(directory.name))
     return running
 
