@@ -382,4 +382,6 @@ def storm(
                 assert sequence.end == of_peace.end, plan
             if with_text and sequence.end is not None:
                 assert sequence.text == of_peace.text, plan
-                assert sequence.logprobs == of_peace.logprobs, plan
+                # vLLM's runners send a prompt's once: a reset may drop the step that has them.
+                if not (resets and sequence.logprobs == [None]):
+                    assert sequence.logprobs == of_peace.logprobs, plan
