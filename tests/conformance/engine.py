@@ -23,6 +23,8 @@ from testkit import preloaded
 from .models import write_tiny_llamas
 
 PROGRAM = "vllm.entrypoints.cli.main"
+NUM_BATCHED_TOKENS = 8192
+"""Room for all prompts that a test sends at once."""
 _ARGUMENTS = (
     "--dtype=float32",
     "--enforce-eager",
@@ -47,6 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.enforce_eager, self.dtype = True, "float32"
+        # vLLM sets a seeded generator back when a step has part of a prompt; a CPU's can't be.
+        self.max_num_batched_tokens = self.max_num_batched_tokens or NUM_BATCHED_TOKENS
         if self.tensor_parallel_size == self.data_parallel_size == 1:
             self.distributed_executor_backend = UniProcExecutor
         return make(self, *args, **kwargs)
