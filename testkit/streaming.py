@@ -102,21 +102,26 @@ async def stream_chunks(
         if response.is_error:
             body = (await response.aread()).decode(errors="replace")
             raise RuntimeError(f"the server answered {response.status_code}: {body}")
-        # httpx's lines end at U+0085 and U+2028, too, which may stand in JSON.
-        rest = b""
-        async for part in response.aiter_bytes():
-            *lines, rest = (rest + part).split(b"\n")
-            for line in lines:
-                if not line.startswith(b"data: "):
-                    continue
-                data = line.removeprefix(b"data: ")
-                if data == b"[DONE]":
-                    return
-                chunk = json.loads(data)
-                if "error" in chunk:
-                    raise RuntimeError(f"the stream ended with an error: {chunk['error']}")
-                yield chunk
+        async for line in _lines(response):
+            if not line.startswith(b"data: "):
+                continue
+            data = line.removeprefix(b"data: ")
+            if data == b"[DONE]":
+                return
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise RuntimeError(f"the stream ended with an error: {chunk['error']}")
+            yield chunk
     raise RuntimeError("the stream ended without [DONE]")
+
+
+async def _lines(response: httpx.Response) -> AsyncGenerator[bytes]:
+    """Yield the lines; httpx's own end at U+0085 and U+2028, too, which may stand in JSON."""
+    rest = b""
+    async for part in response.aiter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def _absorb(completion: Completion, chunk: dict[str, Any]) -> bool:
